@@ -141,7 +141,7 @@ def with_weights_apart(traced: Traced) -> Traced:
             (
                 use.data and use.data.number,
                 use.scope,
-                use.view.traced_indices,
+                use.view.source.traced_indices,
                 traced.marks_reached.get(id(use)),
             )
             for use in traced.uses_of(layer)

@@ -292,7 +292,13 @@ class Statistics:
 
     def _is_plain(self, use: Use) -> bool:
         view = use.view
-        joined = view.joins or view.members or view.function or view.picked or len(use.parts) > 1
+        joined = (
+            view.joins
+            or view.source.members
+            or view.history.function
+            or view.picked
+            or len(use.parts) > 1
+        )
         return not (use.scope or joined or len(use.layers) > 1 or call_kind(use.eqn))
 
     @functools.cached_property
@@ -310,7 +316,7 @@ class Statistics:
             return tuple((numbers.setdefault(a, len(numbers)), table.size(a)) for a in axis_atoms)
 
         axes = (
-            use.view.remaining_axes,
+            use.view.source.remaining_axes,
             use.in_axes,
             use.out_axes,
             use.batch_axes,

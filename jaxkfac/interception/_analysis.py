@@ -55,7 +55,14 @@ from jaxkfac.interception._structured import (
     interpret_shard_map,
 )
 from jaxkfac.interception.values._axes import Axes, fresh
-from jaxkfac.interception.values._values import Constant, CoverageNote, Parameter, View, views_in
+from jaxkfac.interception.values._values import (
+    Constant,
+    CoverageNote,
+    Parameter,
+    Source,
+    View,
+    views_in,
+)
 
 _STRUCTURED = {"scan": interpret_scan, "cond": interpret_cond, "shard_map": interpret_shard_map}
 _COMPLEX = (
@@ -124,7 +131,7 @@ class Analysis(EquationRules, Interpreter[Value]):
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
         number = self.unique()
-        view = View(number, path, origin=axes, axes=axes, elements=number, uncut=axes)
+        view = View(number, number, Source(path, axes, axes), axes)
         self.parameters[path] = view
         return view
 
@@ -181,7 +188,7 @@ class Analysis(EquationRules, Interpreter[Value]):
     def _followed(
         self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
     ) -> list[Value]:
-        self.reads.update(view.path for v in ins for view in views_in(v))
+        self.reads.update(view.source.path for v in ins for view in views_in(v))
         kind = call_kind(eqn)
         has_parameters = any(isinstance(v, Parameter) for v in ins)
         if eqn.primitive.name == MARK_ROWS:

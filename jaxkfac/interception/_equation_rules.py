@@ -39,6 +39,7 @@ from jaxkfac.interception.values._values import (
     View,
     traced_indices_in,
     views_in,
+    went_through,
 )
 
 _NOT_EXAMPLES = (
@@ -273,7 +274,7 @@ class EquationRules(Facts):
             return None
         # The stopped branch is the way in which `vmap` writes "not this row", and does not freeze
         # the parameter.
-        self.findings.pop(CoverageNote(view.path, _FROZEN, False), None)
+        self.findings.pop(CoverageNote(view.source.path, _FROZEN, False), None)
         if view.axes is None:
             return _UNKNOWN_ROWS
         rows = broadcast_axes(self.table, view.axes)
@@ -328,25 +329,25 @@ class EquationRules(Facts):
         axes = propagate(self.table, eqn, axes_in)[0] if axes is None else axes
         for use in uses:
             use.kind.place(use, axes)
-            use.parts = [u for u in uses if u.kind.covered and not u.view.computed_from]
+            use.parts = [u for u in uses if u.kind.covered and not u.view.source.computed_from]
         product = uses[0].kind.product_axes(uses[0], len(axes))
         # A bias that is added to the product of a computed weight is a parameter, but the weight of
         # its block is not. So they are not joined.
-        if product is None or uses[0].view.computed_from:
+        if product is None or uses[0].view.source.computed_from:
             return Data(number, axes)
         return Data(number, axes, uses[0], product)
 
 
 def _is_rowless(value: Value) -> bool:
-    return any(v.rowless for v in views_in(value))
+    return any(v.history.rowless for v in views_in(value))
 
 
 def _rowless(value: Value, primitive: str) -> Value:
     """The value, marked as having met data without the example axis."""
     if isinstance(value, Combined):
-        views = tuple(dataclasses.replace(v, rowless=primitive) for v in value.views)
+        views = tuple(went_through(v, rowless=primitive) for v in value.views)
         return dataclasses.replace(value, views=views)
-    return dataclasses.replace(value, rowless=primitive) if isinstance(value, View) else value
+    return went_through(value, rowless=primitive) if isinstance(value, View) else value
 
 
 def _as_constant(value: Value) -> Value:
@@ -359,6 +360,6 @@ def _differentiable(var: Var) -> bool:
 
 def _traced_index(ins: Sequence[Value], outs: Sequence[Value]) -> tuple[str, int] | None:
     """The traced index by which a view selects an entry of a stack, or ``None``."""
-    before = next((len(v.consumed) for value in ins for v in views_in(value)), 0)
-    new = next((v.consumed[before:] for value in outs for v in views_in(value)), ())
+    before = next((len(v.source.consumed) for value in ins for v in views_in(value)), 0)
+    new = next((v.source.consumed[before:] for value in outs for v in views_in(value)), ())
     return new[0].traced_index if new else None

@@ -91,12 +91,14 @@ def split_recomputed(
     for output in range(num_outputs or len(analysis.outputs)) if again else ():
         read, reread = {}, {}
         for use in leading_to(analysis.plan, output)[0]:
-            place = (use.view.path, use.kind.name, use.in_axes)
+            place = (use.view.source.path, use.kind.name, use.in_axes)
             (reread if id(use) in again else read)[place] = use
         for use in (reread[place] for place in read.keys() & reread.keys()):
-            lost |= dict.fromkeys(use.view.computed_from or (use.view.path,))
+            lost |= dict.fromkeys(use.view.source.computed_from or (use.view.source.path,))
     remaining_uses = [
-        u for u in uses if lost.keys().isdisjoint((u.view.path, *u.view.computed_from))
+        u
+        for u in uses
+        if lost.keys().isdisjoint((u.view.source.path, *u.view.source.computed_from))
     ]
     return remaining_uses, [CoverageNote(path, _REASON, fatal=True) for path in lost]
 
@@ -223,9 +225,9 @@ def _lookups_by_row(analysis: Analysis, num_outputs: int) -> set[Hashable]:
     not_leading = {a for axes in data for axis in axes[1:] for a in table.atoms(axis)}
     examples = _examples(analysis, num_outputs) or (set() if num_outputs else leading - not_leading)
     return {
-        use.view.looked_up
+        use.view.history.looked_up
         for use in _lost_uses(analysis, num_outputs=num_outputs)
-        if use.view.looked_up is not None
+        if use.view.history.looked_up is not None
         and any(a in examples for axis in use.rows for a in table.atoms(axis))
     }
 
@@ -258,9 +260,9 @@ def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list
     uses = analysis.plan.all_uses()
     lost = set(_lost_uses(analysis, num_outputs=num_outputs))
     findings = [
-        CoverageNote(use.view.path, _reason(use), fatal=True)
+        CoverageNote(use.view.source.path, _reason(use), fatal=True)
         for use in uses
-        if use in lost and not use.view.computed_from
+        if use in lost and not use.view.source.computed_from
     ]
     return [use for use in uses if use not in lost], findings
 
@@ -303,18 +305,20 @@ def split_partial(analysis: Analysis, uses: list[Use]) -> tuple[list[Use], list[
     The rows of that constant (the zeros from which a recurrent state starts) would be missing in
     the layer's factors.
     """
-    layers = {u.view.path for u in uses if not (u.kind.elementwise or u.view.computed_from)}
+    layers = {
+        u.view.source.path for u in uses if not (u.kind.elementwise or u.view.source.computed_from)
+    }
     partial = layers & analysis.of_constants.keys()
-    remaining_uses = [u for u in uses if u.kind.covered or u.view.path not in partial]
+    remaining_uses = [u for u in uses if u.kind.covered or u.view.source.path not in partial]
     return remaining_uses, [
         CoverageNote(
-            use.view.path,
-            f"goes through {analysis.of_constants[use.view.path]} and meets data in "
+            use.view.source.path,
+            f"goes through {analysis.of_constants[use.view.source.path]} and meets data in "
             f"`{use.eqn.primitive.name}`",
             fatal=True,
         )
         for use in uses
-        if not use.kind.covered and use.view.path in partial
+        if not use.kind.covered and use.view.source.path in partial
     ]
 
 
@@ -327,7 +331,7 @@ def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[Cove
         else:
             where = f"where it meets data in `{use.eqn.primitive.name}`"
             reason = f"is joined with others and cut across them, {where}"
-            findings.append(CoverageNote(use.view.path, reason, fatal=True))
+            findings.append(CoverageNote(use.view.source.path, reason, fatal=True))
     return aligned_uses, findings
 
 

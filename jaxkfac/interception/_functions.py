@@ -23,6 +23,7 @@ from jaxkfac.interception.values._values import (
     View,
     traced_indices_in,
     views_in,
+    went_through,
 )
 
 # ---------------- equations of parameters alone
@@ -132,13 +133,12 @@ def _joined(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value] | None:
             start += size
     arranged: dict[str, list[object]] = {}  # by path: all parts of it are one arrangement
     for view in views:
-        arranged.setdefault(view.path, []).append((view.elements, view.joins[-1:]))
+        arranged.setdefault(view.source.path, []).append((view.arrangement, view.joins[-1:]))
     views = [
         dataclasses.replace(
-            v,
+            v if v.axes is not None or v.history.lost_by else went_through(v, lost_by=name),
             number=number,
-            elements=facts.number((name, str(eqn.params), *arranged[v.path])),
-            lost_by=v.lost_by or ("" if v.axes is not None else name),
+            arrangement=facts.number((name, str(eqn.params), *arranged[v.source.path])),
         )
         for v in views
     ]
@@ -179,7 +179,7 @@ def _value(
     ``hidden`` gives, for further parameters, the reason why they are no longer seen.
     """
     reasons, traced_indices = (hidden or {}) | _reasons_in(ins), traced_indices_in(ins)
-    views = [v for v in views if v.path not in reasons and all(j.size for j in v.joins)]
+    views = [v for v in views if v.source.path not in reasons and all(j.size for j in v.joins)]
     lost = tuple(sorted(reasons.items()))
     if len(views) == 1 and not reasons:
         return views[0]
@@ -196,25 +196,25 @@ def _function(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
     for position, value in enumerate(ins):
         for view in views_in(value):
             view = _spread(facts, view, eqn.invars[position].aval.shape, shape)
-            before = views.setdefault(view.path, view)
+            before = views.setdefault(view.source.path, view)
             if before is not view and _place(before) != _place(view):
                 # One derivative cannot stand for two elements of the parameter.
-                reasons.setdefault(view.path, f"`{name}` with itself in another order")
+                reasons.setdefault(view.source.path, f"`{name}` with itself in another order")
             # A parameter that is twice in a sum, as in `w + w`, is no view but a function: its
             # derivative is the sum over both places.
             elif before is not view or name not in _SUMS:
-                view = dataclasses.replace(view, function=view.function or name)
+                view = went_through(view, function=view.history.function or name)
             elif is_negated(eqn, position):
-                view = dataclasses.replace(view, scaled=(*view.scaled, number))
+                view = went_through(view, scaled=(*view.history.scaled, number))
             elif name == "complex" and position == 1:
-                view = dataclasses.replace(view, phase=view.phase * 1j)
-            views[view.path] = dataclasses.replace(view, number=number)
+                view = went_through(view, phase=view.history.phase * 1j)
+            views[view.source.path] = dataclasses.replace(view, number=number)
     return [_value(number, list(views.values()), ins, reasons)]
 
 
 def _place(view: View) -> tuple[object, ...]:
     """The key that two views of one parameter share if their elements are arranged alike."""
-    return view.elements, view.index, view.consumed
+    return view.arrangement, view.source.index, view.source.consumed
 
 
 def _spread(facts: Facts, view: View, before: Sequence[int], after: Sequence[int]) -> View:
@@ -229,8 +229,8 @@ def _spread(facts: Facts, view: View, before: Sequence[int], after: Sequence[int
             axis if b == a else facts.table.new(a, "broadcast")
             for axis, b, a in zip(axes_before, sizes, after, strict=True)
         )
-    elements = facts.number(("spread", view.elements, tuple(after)))
-    return dataclasses.replace(view, axes=axes, elements=elements)
+    arrangement = facts.number(("spread", view.arrangement, tuple(after)))
+    return dataclasses.replace(view, axes=axes, arrangement=arrangement)
 
 
 # ---------------- lookups: each index, which is data, picks an entry of one axis of a parameter
@@ -315,7 +315,13 @@ def stack_looked_up(facts: Facts, eqn: Eqn, ins: Sequence[Value], where: object)
 def _looked_up(
     facts: Facts, eqn: Eqn, lookup: Lookup, view: View, indices: Data, where: object
 ) -> View | None:
-    if view.axes is None or view.function or view.picked or view.chosen or view.members:
+    if (
+        view.axes is None
+        or view.history.function
+        or view.picked
+        or view.chosen
+        or view.source.members
+    ):
         return None
     axis = facts.table.atoms(view.axes[lookup.axis])
     if (
@@ -338,7 +344,7 @@ def _looked_up(
     )
     picked = Picked(axis, indices.axes[:-1], indices.number, where)
     arrangement = facts.arrangement(eqn, view, [view, indices])
-    return dataclasses.replace(view, axes=axes, picked=picked, elements=arrangement)
+    return dataclasses.replace(view, axes=axes, picked=picked, arrangement=arrangement)
 
 
 def looked_up_by_constants(
@@ -348,7 +354,7 @@ def looked_up_by_constants(
     table = ins[0]
     if Lookup.of(eqn) is None or not isinstance(table, View) or table.axes is None:
         return list(results)
-    return [dataclasses.replace(v, looked_up=where) if isinstance(v, View) else v for v in results]
+    return [went_through(v, looked_up=where) if isinstance(v, View) else v for v in results]
 
 
 def without_lookup_if_grown(
@@ -368,8 +374,7 @@ def without_lookup_if_grown(
             return dataclasses.replace(
                 value, views=tuple(without_lookup(v, out) for v in value.views)
             )
-        is_view = isinstance(value, View)
-        return dataclasses.replace(value, looked_up=None) if is_view else value
+        return went_through(value, looked_up=None) if isinstance(value, View) else value
 
     return [without_lookup(v, out) for v, out in zip(results, eqn.outvars, strict=False)]
 
@@ -395,7 +400,7 @@ def is_followed(eqn: Eqn, kind: str | None, outs: Sequence[Value], uses: Sequenc
     if eqn.primitive.name in JOINS or not any(map(views_in, outs)):
         return False
     return all(
-        view.axes is not None and not view.function and view.picked is not None
+        view.axes is not None and not view.history.function and view.picked is not None
         for v in outs
         for view in views_in(v)
     )

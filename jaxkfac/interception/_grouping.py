@@ -46,10 +46,10 @@ def join_biases(
     readers = collections.defaultdict(set)
     for use in biases:
         for k, view in _iterations(use):
-            readers[view.path, view.index].add((use, k))
+            readers[view.source.path, view.source.index].add((use, k))
     full_paths = {path for path, index in readers if not index}
     # A bias that is also multiplied somewhere has two gradients, of which the block would hold one.
-    scaled = [view for s in scales for view in s.view.members or (s.view,)]
+    scaled = [view for s in scales for view in s.view.source.members or (s.view,)]
     joined: set[tuple[Use, int]] = set()
     for block in blocks:
         if not block.kind.product:
@@ -64,12 +64,16 @@ def join_biases(
             for k, view in _iterations(add)
             if _is_added_in(block, add, k)
         ]
-        (path, index), *further = dict.fromkeys((view.path, view.index) for _, _, view in mine)
+        (path, index), *further = dict.fromkeys(
+            (view.source.path, view.source.index) for _, _, view in mine
+        )
         matrix = _bias_matrix(table, block, adds[0], experts)
         exclusive = not further and {(add, k) for add, k, _ in mine} == readers[path, index]
         # A slice of a parameter that is also read in full has a further gradient.
         exclusive &= not (index and path in full_paths)
-        exclusive &= not any(v.path == path and overlap(v.index, index) for v in scaled)
+        exclusive &= not any(
+            v.source.path == path and overlap(v.source.index, index) for v in scaled
+        )
         if matrix is not None and exclusive:
             block.bias = of_member(matrix, mine[0][2])
             joined |= readers[path, index]
@@ -80,16 +84,17 @@ def _is_added_in(block: UseGroup, add: Use, k: int) -> bool:
     """Whether a bias is added, at iteration ``k``, to a result of the block's kernel."""
     assert add.join is not None
     bias_view, kernel_view = add.view, add.join.view
-    one_scan = bool(kernel_view.members) and (
-        not bias_view.members or bias_view.stacked_for == kernel_view.stacked_for
+    one_scan = bool(kernel_view.source.members) and (
+        not bias_view.source.members
+        or bias_view.source.stacked_for == kernel_view.source.stacked_for
     )
     return not one_scan or k in block.at[add.join]
 
 
 def _iterations(add: Use) -> list[tuple[int, View]]:
     """The view of the bias in each iteration of a scan over a stack of biases, or of kernels."""
-    number = len(add.join.view.members) if add.join is not None else 0
-    return list(enumerate(add.view.members or (add.view,) * (number or 1)))
+    number = len(add.join.view.source.members) if add.join is not None else 0
+    return list(enumerate(add.view.source.members or (add.view,) * (number or 1)))
 
 
 def _bias_matrix(
@@ -108,9 +113,9 @@ def _bias_matrix(
         bias_axis_of.update(zip(weight_atoms, split, strict=True))
     weight_at, _ = atom_positions(table, product.view)
     where, sizes = atom_positions(table, add.view)
-    stack = [(c.size, c.atoms) for c in add.view.consumed]
+    stack = [(c.size, c.atoms) for c in add.view.source.consumed]
     atoms, positions = list(sizes), []
-    steps = stack_of(product, experts)[len(product.view.consumed) :]
+    steps = stack_of(product, experts)[len(product.view.source.consumed) :]
     stacked = [a for _, axis in steps for a in its_axis(axis)]
     stack += [(0, bias_axis_of.get(a, ())) for a in stacked]
     for size, axis in stack:
@@ -130,7 +135,12 @@ def _bias_matrix(
     if outputs != sorted(outputs):  # the factor's features are in the order of the weight's
         return None
     matrix = ParameterMatrix(
-        add.view.path, add.view.index, tuple(atoms), tuple(positions), (), tuple(outputs)
+        add.view.source.path,
+        add.view.source.index,
+        tuple(atoms),
+        tuple(positions),
+        (),
+        tuple(outputs),
     )
     expected = (block.weight.stack_shape, block.weight.out_features)
     return matrix if (matrix.stack_shape, matrix.out_features) == expected else None
@@ -165,11 +175,11 @@ def group_uses(
         UnknownLayerError: ``pattern`` matches no layer.
     """
     # A second pass squares the whole gradient of a parameter, whatever else reads it.
-    second_pass_paths = {u.view.path for u in uses if not u.kind.covered}
+    second_pass_paths = {u.view.source.path for u in uses if not u.kind.covered}
     uses = [
         u
         for u in uses
-        if not (u.kind.elementwise and u.kind.covered and u.view.path in second_pass_paths)
+        if not (u.kind.elementwise and u.kind.covered and u.view.source.path in second_pass_paths)
     ]
     matrices = [u for u in uses if not u.kind.elementwise]
     biases = [u for u in uses if u.kind.inserts]
@@ -188,7 +198,7 @@ def group_uses(
     notes += _name(table, blocks) + _looked_up_matrices(table, blocks)
     selected = selector(pattern, [b.name for b in blocks])
     for block in blocks:
-        masked = next((u.view.masked for u in block.uses if u.view.masked), "")
+        masked = next((u.view.history.masked for u in block.uses if u.view.history.masked), "")
         if masked and not block.kind.elementwise:
             reason = f"is masked by a constant in `{masked}`; its factors are those of the product"
             notes.append(CoverageNote(block.weight.path, reason, fatal=False))
@@ -233,7 +243,7 @@ def group_uses(
             )
         )
     for use, of_iteration in names.items():
-        number = len(use.view.members) or 1
+        number = len(use.view.source.members) or 1
         use.layers = tuple(of_iteration.get(k) for k in range(number))
     return layers, notes
 
@@ -286,7 +296,7 @@ def _precedence(table: AxisTable, block: UseGroup) -> tuple[Any, ...]:
     """
     weight, view = block.weight, block.uses[0].view
     where, _ = atom_positions(table, view)
-    axes = [{where[a] for a in table.atoms(axis)} for axis in view.remaining_axes]
+    axes = [{where[a] for a in table.atoms(axis)} for axis in view.source.remaining_axes]
     single = [d for d, axis in enumerate(axes) if not axis][-1:]  # the last: stacks come first
     inputs, outputs = (
         ([d for d, axis in enumerate(axes) if axis & set(side)] or single, side)
@@ -337,7 +347,7 @@ def _are_turned(first: UseGroup, second: UseGroup) -> bool:
 def _input_key(table: AxisTable, block: UseGroup) -> Any:
     # A scaled parameter scales the sums of its own slot, and a chosen one leaves rows out: no other
     # layer has that A.
-    if block.kind.elementwise or any(u.view.scaled or u.view.chosen for u in block.uses):
+    if block.kind.elementwise or any(u.view.history.scaled or u.view.chosen for u in block.uses):
         return id(block)
     return (
         block.kind.name,
@@ -350,7 +360,7 @@ def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
     assert use.data is not None
     # The scope belongs to the key, because one variable inside a scan has other rows in each
     # iteration than outside it.
-    return (use.data.number, use.scope, use.view.traced_indices, _reading(table, use))
+    return (use.data.number, use.scope, use.view.source.traced_indices, _reading(table, use))
 
 
 def _reading(table: AxisTable, use: Use) -> str:

@@ -83,11 +83,13 @@ class Facts:
     def report(self, value: Value, reason: str, *, fatal: bool = True) -> None:
         """Note a reason for each parameter in a value; values without parameters add nothing."""
         for view in views_in(value):
-            if view.rowless:  # a view that leads to no use has lost its examples, whoever reads it
-                lost = f"has the example axis lost at `{view.rowless}`"
-                self.findings[CoverageNote(view.path, lost, True)] = None
+            if (
+                view.history.rowless
+            ):  # a view that leads to no use has lost its examples, whoever reads it
+                lost = f"has the example axis lost at `{view.history.rowless}`"
+                self.findings[CoverageNote(view.source.path, lost, True)] = None
             else:
-                self.findings[CoverageNote(view.path, reason, fatal)] = None
+                self.findings[CoverageNote(view.source.path, reason, fatal)] = None
         for path, first in getattr(value, "reasons", ()):
             text = f"goes through {first} and {reason}" if fatal else reason
             self.findings[CoverageNote(path, text, fatal)] = None
@@ -102,9 +104,8 @@ class Facts:
     def arrangement(self, eqn: Eqn, view: View, ins: Sequence[Value], result: int = 0) -> int:
         """The number of the arrangement that an equation gives to a view's elements."""
         operands = [v for v in ins if not isinstance(v, Parameter)]
-        return self.equation_number(
-            eqn, [dataclasses.replace(view, number=view.elements), *operands], result
-        )
+        arranged = dataclasses.replace(view, number=view.arrangement)
+        return self.equation_number(eqn, [arranged, *operands], result)
 
 
 def reasons_of(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...]:
@@ -112,8 +113,8 @@ def reasons_of(values: Sequence[Value], this: str) -> tuple[tuple[str, str], ...
     reasons: dict[str, str] = {}
     for value in values:
         for view in views_in(value):
-            first = view.function or view.lost_by
-            for path in (view.path, *(member.path for member in view.members)):
+            first = view.history.function or view.history.lost_by
+            for path in (view.source.path, *(member.source.path for member in view.source.members)):
                 reasons.setdefault(path, f"`{first}`" if first else this)
         reasons |= getattr(value, "reasons", ())
     return tuple(sorted(reasons.items()))
@@ -197,7 +198,7 @@ def plan_steps(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
     if plan.steps is None:
 
         def is_special(use: Use) -> bool:
-            return use.layer is not None or use.view.path in encoded
+            return use.layer is not None or use.view.source.path in encoded
 
         special = {p for p, uses in plan.uses.items() if any(map(is_special, uses))}
         special |= plan.views.keys() | plan.marks.keys()

@@ -149,7 +149,9 @@ class Rewriter(Interpreter[Tapped]):
         uses = [u for u in uses if u.layer in self.traced_indices]
         if not uses:
             return bind(eqn)(*values)
-        beside = [around.computed if u.view.computed_from else ins[u.operand].slots for u in uses]
+        beside = [
+            around.computed if u.view.source.computed_from else ins[u.operand].slots for u in uses
+        ]
         slots = [_at_use(its[u.layer or ""]) for u, its in zip(uses, beside, strict=True)]
         chosen = [
             [
@@ -229,12 +231,14 @@ class Rewriter(Interpreter[Tapped]):
         stacks = {
             u.layer: u.layers
             for u in inner.all_uses()
-            if u.layer is not None and u.view.members and u.view.stacked_for == inner.scan
+            if u.layer is not None
+            and u.view.source.members
+            and u.view.source.stacked_for == inner.scan
         }
         scanned = {
             u.layer
             for u in inner.all_uses()
-            if u.view.computed_from and ("scan", inner.scan) in u.view.traced_indices
+            if u.view.source.computed_from and ("scan", inner.scan) in u.view.source.traced_indices
         }
         in_slots = [
             *in_slots[: nc + nk],

@@ -215,7 +215,7 @@ def row_weights(
         late = {a for axis in axes for a in table.atoms(axis)} & set(flat) - spoken
         if late:
             raise LostRowsError(
-                f"layer {use.view.path!r} reads rows that jk.mark_rows names only later in the "
+                f"layer {use.view.source.path!r} reads rows that jk.mark_rows names only later in the "
                 "program, or inside another scan. Mark them before this layer."
             )
     if not spoken:
@@ -230,7 +230,7 @@ def row_weights(
     if any(m.complete for m in masks) and (lost or spoken.isdisjoint(flat)):
         what = f"an axis of size {table.size(lost[0])}" if lost else "the example axis"
         raise LostRowsError(
-            f"layer {use.view.path!r}: example axis lost at `{use.eqn.primitive.name}`: {what} of "
+            f"layer {use.view.source.path!r}: example axis lost at `{use.eqn.primitive.name}`: {what} of "
             f"its rows cannot be traced to the mask. Name these rows with jk.mark_rows(x, mask) "
             "inside the model, or leave the layer out with layers=."
         )

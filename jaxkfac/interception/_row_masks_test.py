@@ -23,7 +23,8 @@ def weights_of(fn, *args, mask=None):
     )
     marks = [m.axes for m in traced.analysis.plan.all_marks()]
     return {
-        u.view.path: row_weights(table, u, masks, marks) for u in traced.analysis.plan.all_uses()
+        u.view.source.path: row_weights(table, u, masks, marks)
+        for u in traced.analysis.plan.all_uses()
     }
 
 

@@ -27,6 +27,7 @@ from jaxkfac.interception.values._values import (
     View,
     traced_indices_in,
     views_in,
+    went_through,
 )
 
 # ---------------- products seen through views
@@ -183,26 +184,30 @@ def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
         traced_indices = value.traced_indices | {("scan", scan)}
         return dataclasses.replace(value, number=number, views=views, traced_indices=traced_indices)
     if isinstance(value, View):
-        elements = facts.number((scan, "xs", value.elements))
-        value = dataclasses.replace(value, elements=elements)
+        arrangement = facts.number((scan, "xs", value.arrangement))
+        value = dataclasses.replace(value, number=number, arrangement=arrangement)
         if value.axes is None:
-            return dataclasses.replace(value, number=number)
-        if any(
-            join.array_axis == value.axes[0] for join in value.joins
-        ):  # only some iterations read it
-            return dataclasses.replace(value, number=number, axes=None, lost_by="scan")
-        if value.chosen or value.picked:  # its rows are not those of single iterations
-            lost_by = "select_n" if value.chosen else "gather"
-            return dataclasses.replace(value, number=number, axes=None, lost_by=lost_by)
-        if reversal(facts.table, value, value.axes[0]) != "none":  # iteration i reads another row
-            return dataclasses.replace(value, number=number, axes=None, lost_by="rev")
+            return value
+        if lost_by := _lost_in_iteration(facts.table, value):
+            return dataclasses.replace(went_through(value, lost_by=lost_by), axes=None)
         step = Consumed(length, value.axes[0], ("scan", scan))
-        axes, consumed = value.axes[1:], (*value.consumed, step)
-        return dataclasses.replace(value, number=number, axes=axes, consumed=consumed)
+        source = value.source._replace(consumed=(*value.source.consumed, step))
+        return dataclasses.replace(value, axes=value.axes[1:], source=source)
     if isinstance(value, Derived):
         traced_indices = value.traced_indices | {("scan", scan)}
         return dataclasses.replace(value, number=number, traced_indices=traced_indices)
     return dataclasses.replace(value, number=number)
+
+
+def _lost_in_iteration(table: AxisTable, view: View) -> str:
+    """The primitive because of which no iteration of a scan reads an entry of the first axis."""
+    assert view.axes is not None
+    if any(join.array_axis == view.axes[0] for join in view.joins):  # only some iterations read it
+        return "scan"
+    if view.chosen or view.picked:  # its rows are not those of single iterations
+        return "select_n" if view.chosen else "gather"
+    # Iteration i reads another row.
+    return "rev" if reversal(table, view, view.axes[0]) != "none" else ""
 
 
 def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
@@ -216,14 +221,10 @@ def _of_stack(facts: Facts, value: Combined, scan: int) -> View | None:
     if [(j.start, j.size, j.parameter_axis) for j in lie] != [(i, 1, ()) for i in iterations]:
         return None
     assert first.axes is not None
-    elements = facts.number(("stack", scan, *(view.elements for view in value.views)))
+    arrangement = facts.number(("stack", scan, *(view.arrangement for view in value.views)))
+    source = first.source._replace(members=value.views, stacked_for=scan)
     return dataclasses.replace(
-        first,
-        axes=first.axes[1:],
-        joins=(),
-        members=value.views,
-        stacked_for=scan,
-        elements=elements,
+        first, axes=first.axes[1:], joins=(), source=source, arrangement=arrangement
     )
 
 
@@ -231,11 +232,16 @@ def _layout(table: AxisTable, view: View) -> Hashable:
     """How a view reads its parameter along all axes but the first; ``None`` if unknown."""
     if not view.axes or len(view.joins) != 1 or view.joins[0].array_axis != view.axes[0]:
         return None
-    if view.consumed or view.reversed or view.members or view.picked:
+    if view.source.consumed or view.history.reversed or view.source.members or view.picked:
         return None
-    parameter_atoms = [a for axis in view.remaining_axes for a in table.atoms(axis)]
+    parameter_atoms = [a for axis in view.source.remaining_axes for a in table.atoms(axis)]
     read = [tuple(map(parameter_atoms.index, table.atoms(axis))) for axis in view.axes[1:]]
-    return (tuple(map(table.size, parameter_atoms)), tuple(read), view.function, len(view.scaled))
+    return (
+        tuple(map(table.size, parameter_atoms)),
+        tuple(read),
+        view.history.function,
+        len(view.history.scaled),
+    )
 
 
 def _join(facts: Facts, before: Value, after: Value, *, unchanged: bool) -> Value:

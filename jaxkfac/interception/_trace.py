@@ -77,7 +77,7 @@ def trace(
     # A use that leads to no output has no gradient: a derivative leaves its value unread.
     live = {id(use) for use in leading_to(analysis.plan, *range(len(analysis.outputs)))[0]}
     uses, lost = split_lost(analysis, num_outputs=num_outputs)
-    dead = {use.view.path for use in uses if id(use) not in live}
+    dead = {use.view.source.path for use in uses if id(use) not in live}
     uses = [use for use in uses if id(use) in live]
     _refuse_encoded_parts(uses, encoded)
     uses, cut = split_parts(analysis.table, uses)
@@ -86,7 +86,7 @@ def trace(
     # A diagonal for only some readings of a function of a parameter would be wrong.
     lost = [*lost, *cut, *partial, *recomputed]
     missing = {f.path for f in (*analysis.findings, *lost) if f.fatal}
-    uses = [u for u in uses if not (u.view.function and u.view.path in missing)]
+    uses = [u for u in uses if not (u.view.history.function and u.view.source.path in missing)]
     _mark_features(analysis, uses, num_outputs=num_outputs)
     found_layers, notes = group_uses(
         analysis.table,
@@ -103,7 +103,7 @@ def trace(
     partly = dict.fromkeys(f.path for f in findings if f.fatal and f.path in covered_paths)
     findings += [CoverageNote(path, _PARTLY, fatal=False) for path in partly]
     touched = {f.path for f in findings}
-    touched |= {v.path for u in uses for v in (u.view, *u.view.members)}
+    touched |= {v.source.path for u in uses for v in (u.view, *u.view.source.members)}
     shapes_of = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in paths.items()}
     # These are no errors: their gradient is zero.
     unread = [
@@ -217,11 +217,11 @@ def trace_marked(traced: Traced, params: ArrayTree, *args: Any, **finding: Any) 
 def _refuse_encoded_parts(uses: Sequence[Use], encoded: frozenset[str]) -> None:
     """Refuse an encoded parameter in one value with others, which would get no gradient."""
     for use in uses if encoded else ():
-        paths = {joined_use.view.path for joined_use in use.parts}
-        further = sorted(paths - {use.view.path})
-        if further and use.view.path in encoded:
+        paths = {joined_use.view.source.path for joined_use in use.parts}
+        further = sorted(paths - {use.view.source.path})
+        if further and use.view.source.path in encoded:
             raise UncoveredParameterError(
-                f"parameter {use.view.path!r} is held as NF4, which only the product of a dense "
+                f"parameter {use.view.source.path!r} is held as NF4, which only the product of a dense "
                 f"layer can read, and is added to, or stands in one array with, {further[0]!r}: "
                 "keep this parameter in full precision"
             )

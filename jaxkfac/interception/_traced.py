@@ -259,7 +259,7 @@ class Traced:
             # Such a row belongs to several examples, and one backward pass for all of them would
             # add up their cotangents there.
             if example_atoms and use.data is not None and not example_atoms <= rows:
-                return f"the examples meet behind layer {use.layer or use.view.path!r}"
+                return f"the examples meet behind layer {use.layer or use.view.source.path!r}"
         return ""
 
     def with_second_pass(
@@ -367,7 +367,7 @@ class Traced:
                 by_path[weight.path][name] = slot
                 # Slots of layers that are stacked for a scan go under the name of the first layer.
                 for layer in (name, use.layer or name):
-                    traced_indices[layer].update(c.traced_index for c in use.view.consumed)
+                    traced_indices[layer].update(c.traced_index for c in use.view.source.consumed)
         rewriter = Rewriter(
             table=self.analysis.table,
             handler=handler,

@@ -41,8 +41,8 @@ def matrix_of(
     if use.kind.elementwise:
         outputs = set(range(len(sizes))) - stacked
     return ParameterMatrix(
-        view.path,
-        view.index,
+        view.source.path,
+        view.source.index,
         tuple(atoms),
         tuple(stack),
         # In the parameter's own order, so that uses that contract axes in another order have equal
@@ -54,7 +54,7 @@ def matrix_of(
 
 def of_member(matrix: ParameterMatrix, view: View) -> ParameterMatrix:
     """The matrix of one of a stack of parameters, from the matrix of the first."""
-    return dataclasses.replace(matrix, path=view.path, index=view.index)
+    return dataclasses.replace(matrix, path=view.source.path, index=view.source.index)
 
 
 def _of_elements(view: View, beside: Collection[str]) -> View:
@@ -63,17 +63,18 @@ def _of_elements(view: View, beside: Collection[str]) -> View:
     That is the full parameter. If the parameter also has matrices (``beside``), it is the range
     that the view sees.
     """
-    ranged = any(isinstance(at, Range) for at in view.index)
-    if view.members or (ranged and view.path in beside):
+    ranged = any(isinstance(at, Range) for at in view.source.index)
+    if view.source.members or (ranged and view.source.path in beside):
         return view
-    if not ranged:
-        return dataclasses.replace(view, index=())
-    return dataclasses.replace(view, index=(), origin=view.uncut, consumed=())
+    source = view.source._replace(index=())
+    if ranged:
+        source = source._replace(origin=source.uncut, consumed=())
+    return dataclasses.replace(view, source=source)
 
 
 def atom_positions(table: AxisTable, view: View) -> tuple[dict[int, int], tuple[int, ...]]:
     """The position and size of each atom of the (indexed) parameter."""
-    atoms = [a for axis in view.remaining_axes for a in table.atoms(axis)]
+    atoms = [a for axis in view.source.remaining_axes for a in table.atoms(axis)]
     return {a: i for i, a in enumerate(atoms)}, tuple(table.size(a) for a in atoms)
 
 
@@ -85,7 +86,7 @@ def own_axes(table: AxisTable, view: View) -> Callable[[Atoms], Atoms]:
 
 def stack_of(use: Use, experts: str | None) -> tuple[tuple[int, Atoms], ...]:
     """Size and atoms of the stacked axes of a use in slot order; size 0 means: take the atoms'."""
-    steps = [(c.size, c.atoms) for c in use.view.consumed]
+    steps = [(c.size, c.atoms) for c in use.view.source.consumed]
     steps += [(0, axis) for axis in use.batch_axes]
     if reads_experts(use, experts):
         steps.append((0, use.out_axes[0]))
@@ -97,7 +98,7 @@ def reads_experts(use: Use, experts: str | None) -> bool:
     # With a single free axis there would be no outputs left beside the experts.
     if not experts or not use.kind.reads.experts or use.batch_axes or len(use.out_axes) < 2:
         return False
-    return re.fullmatch(experts, use.view.path) is not None
+    return re.fullmatch(experts, use.view.source.path) is not None
 
 
 # ---------------- groups
@@ -144,18 +145,22 @@ def grouped(
     groups: dict[Any, UseGroup] = {}
     for use in uses:
         weight = matrix_of(table, use, experts, beside)
-        for k, view in enumerate(use.view.members or (use.view,)):
+        for k, view in enumerate(use.view.source.members or (use.view,)):
             if (use, k) in without:
                 continue
-            member_weight = of_member(weight, view) if use.view.members else weight
+            member_weight = of_member(weight, view) if use.view.source.members else weight
             # Two weights computed from one parameter have equal paths, and only the value tells
             # them apart.
-            key = (member_weight, use.kind, use.view.number if use.view.computed_from else None)
+            key = (
+                member_weight,
+                use.kind,
+                use.view.number if use.view.source.computed_from else None,
+            )
             if use.kind.elementwise:
                 # One diagonal for each parameter: an element is divided by one number, whatever
                 # kinds of equations read it.
                 key = (member_weight.path, member_weight.index, "diagonal")
-            new = UseGroup(use.kind, member_weight, {}, computed_from=use.view.computed_from)
+            new = UseGroup(use.kind, member_weight, {}, computed_from=use.view.source.computed_from)
             block = groups.setdefault(key, new)
             # One use of a diagonal stands for all parts of an array that belong to its parameter:
             # its slot covers them all.
@@ -194,8 +199,11 @@ def without_overlaps(blocks: list[UseGroup]) -> tuple[list[UseGroup], list[Cover
 
 def scanned_by(uses: list[Use]) -> tuple[str, int] | None:
     """The one scan over the leading stacked axis of a layer, or ``None``."""
-    if any(u.view.members for u in uses):  # each iteration belongs to another layer
+    if any(u.view.source.members for u in uses):  # each iteration belongs to another layer
         return None
-    indices = {u.view.consumed[0].traced_index if u.view.consumed else ("none", 0) for u in uses}
+    indices = {
+        u.view.source.consumed[0].traced_index if u.view.source.consumed else ("none", 0)
+        for u in uses
+    }
     (scan, *further) = indices
     return scan if not further and scan[0] == "scan" else None

@@ -12,6 +12,7 @@ from jaxkfac.interception.values._values import (
     Constant,
     Consumed,
     Parameter,
+    Source,
     View,
     traced_indices_in,
     views_in,
@@ -142,7 +143,7 @@ def _seen_or_computed(
 def _hidden(value: Value) -> tuple[str, ...]:
     """The parameters in a value whose gradient cannot be had from a view of them."""
     reasons = getattr(value, "reasons", ())
-    functions = [view.path for view in views_in(value) if view.function and reasons]
+    functions = [view.source.path for view in views_in(value) if view.history.function and reasons]
     return tuple(dict.fromkeys([path for path, _ in reasons] + functions))
 
 
@@ -151,13 +152,13 @@ def _without_hidden(value: Value) -> Value:
     hidden = _hidden(value)
     if not hidden:
         return value
-    views = tuple(view for view in views_in(value) if view.path not in hidden)
+    views = tuple(view for view in views_in(value) if view.source.path not in hidden)
     return Combined(value.number, views) if views else Constant(value.number)
 
 
 def _is_computed(value: Value) -> bool:
     """Whether a value of parameters shows no matrix of any of them."""
-    return all(view.function or view.axes is None for view in views_in(value))
+    return all(view.history.function or view.axes is None for view in views_in(value))
 
 
 def _weight(
@@ -180,10 +181,9 @@ def _weight(
         for scan, atoms in zip(scans, stack, strict=True)
     )
     largest = max(paths, key=lambda path: _size(facts, path))
-    new = View(
-        value.number, f"{largest}@effective", (*stack, *weight_axes), weight_axes, consumed=steps,
-        uncut=(*stack, *weight_axes), computed_from=paths,
-    )  # fmt: skip
+    axes = (*stack, *weight_axes)
+    source = Source(f"{largest}@effective", axes, axes, consumed=steps, computed_from=paths)
+    new = View(value.number, 0, source, weight_axes)
     view = facts.computed.setdefault((value.number, tuple(scans)), new)
     uses = kind.find(table, eqn, [*ins[:position], view, *ins[position + 1 :]], [position], scope)
     return [] if isinstance(uses, str) else uses
@@ -196,10 +196,12 @@ def _paths(value: Value) -> tuple[str, ...]:
 
 def paths_of(view: View) -> tuple[str, ...]:
     """The paths of a view's parameters; several, if they were stacked for a scan."""
-    return tuple(dict.fromkeys((view.path, *(member.path for member in view.members))))
+    return tuple(
+        dict.fromkeys((view.source.path, *(member.source.path for member in view.source.members)))
+    )
 
 
 def _size(facts: Facts, path: str) -> int:
     return math.prod(
-        map(facts.table.size, (a for axis in facts.parameters[path].origin for a in axis))
+        map(facts.table.size, (a for axis in facts.parameters[path].source.origin for a in axis))
     )

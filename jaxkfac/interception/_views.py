@@ -13,7 +13,7 @@ from jaxkfac.interception._kind import Value
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable, tiled
 from jaxkfac.interception.values._index import Range
-from jaxkfac.interception.values._values import Constant, Consumed, View
+from jaxkfac.interception.values._values import Constant, Consumed, View, went_through
 
 SAME_ELEMENTS = frozenset(
     "convert_element_type copy copy_p reduce_precision optimization_barrier name pvary pcast "
@@ -42,10 +42,11 @@ def view_of(facts: Facts, eqn: Eqn, ins: Sequence[Value]) -> list[View] | None:
     keeps_elements = name in SAME_ELEMENTS | ELEMENT_BY_ELEMENT
     return [
         dataclasses.replace(
-            v,
+            v if v.axes is not None or v.history.lost_by else went_through(v, lost_by=name),
             number=facts.equation_number(eqn, ins, k),
-            elements=view.elements if keeps_elements else facts.arrangement(eqn, view, ins, k),
-            lost_by=v.lost_by or (name if v.axes is None else ""),
+            arrangement=view.arrangement
+            if keeps_elements
+            else facts.arrangement(eqn, view, ins, k),
         )
         for k, v in enumerate(views)
     ]
@@ -68,7 +69,7 @@ def _views(table: AxisTable, eqn: Eqn, ins: Sequence[Value], number: int) -> lis
     if name in SAME_ELEMENTS:
         return [dataclasses.replace(view, number=number)]
     if is_negated(eqn, position):
-        view = dataclasses.replace(view, scaled=(*view.scaled, number))
+        view = went_through(view, scaled=(*view.history.scaled, number))
     if name == "neg":
         return [dataclasses.replace(view, number=number)]
     if name in ("mul", "div"):
@@ -118,17 +119,15 @@ def is_negated(eqn: Eqn, position: int) -> bool:
 def _masked(eqn: Eqn, view: View, position: int, number: int) -> View:
     """The view multiplied by zeros and ones."""
     keeps_shape = eqn.invars[position].aval.shape == eqn.outvars[0].aval.shape
-    masked = view.masked or eqn.primitive.name
-    return dataclasses.replace(
-        view, number=number, masked=masked, axes=view.axes if keeps_shape else None
-    )
+    view = went_through(view, masked=view.history.masked or eqn.primitive.name)
+    return dataclasses.replace(view, number=number, axes=view.axes if keeps_shape else None)
 
 
 def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) -> View:
     """The view times a constant: a scalar keeps the matrix, an array keeps only the elements."""
     constant = eqn.invars[1 - position]
     mine, out = eqn.invars[position].aval.shape, eqn.outvars[0].aval.shape
-    function, phase = view.function, view.phase
+    function, phase = view.history.function, view.history.phase
     if is_complex(constant):
         unit = _unit(constant)
         phase = phase * unit if eqn.primitive.name == "mul" else phase / (unit or 1)
@@ -136,10 +135,9 @@ def _scaled(table: AxisTable, eqn: Eqn, view: View, position: int, number: int) 
     if getattr(constant.aval, "size", 1) != 1:
         function = function or eqn.primitive.name
     axes = view.axes if mine == out else None
-    scaled = (*view.scaled, number)
-    return dataclasses.replace(
-        view, number=number, axes=axes, scaled=scaled, function=function, phase=phase
-    )
+    scaled = (*view.history.scaled, number)
+    view = went_through(view, scaled=scaled, function=function, phase=phase)
+    return dataclasses.replace(view, number=number, axes=axes)
 
 
 def _unit(constant: VarOrLiteral) -> complex:
@@ -179,9 +177,10 @@ def _turned(table: AxisTable, eqn: Eqn, view: View, number: int) -> View:
     """
     if view.axes is None:
         return dataclasses.replace(view, number=number)
-    before = set(table.atoms(view.reversed))
+    before = set(table.atoms(view.history.reversed))
     turned = {a for d in eqn.params["dimensions"] for a in table.atoms(view.axes[d])}
-    return dataclasses.replace(view, number=number, reversed=tuple(sorted(before ^ turned)))
+    view = went_through(view, reversed=tuple(sorted(before ^ turned)))
+    return dataclasses.replace(view, number=number)
 
 
 def reversal(table: AxisTable, view: View, axis: Atoms) -> Literal["none", "part", "whole"]:
@@ -193,7 +192,7 @@ def reversal(table: AxisTable, view: View, axis: Atoms) -> Literal["none", "part
     inside = [j.parameter_axis for j in view.joins if atoms.intersection(table.atoms(j.array_axis))]
     if any(reversal(table, view, piece_axis) != "none" for piece_axis in inside):
         return "part"
-    turned = atoms.intersection(table.atoms(view.reversed))
+    turned = atoms.intersection(table.atoms(view.history.reversed))
     return "none" if not turned else "whole" if turned == atoms else "part"
 
 
@@ -216,7 +215,8 @@ def _slice(table: AxisTable, eqn: Eqn, view: View, ins: Sequence[Value], number:
         if cut != [0] or after[0] != 1 or view.joins:
             return dataclasses.replace(new, axes=None)
         step = Consumed(before[0], axes[0], ("index", ins[1].number))
-        return dataclasses.replace(new, axes=((), *axes[1:]), consumed=(*view.consumed, step))
+        source = view.source._replace(consumed=(*view.source.consumed, step))
+        return dataclasses.replace(new, axes=((), *axes[1:]), source=source)
     for d in cut:
         new = part_of(table, new, d, starts[d], starts[d] + after[d])
     return new
@@ -252,23 +252,25 @@ def part_of(table: AxisTable, view: View, d: int, start: int, stop: int) -> View
             cut_axis,
             joins=(*other_joins, joined._replace(array_axis=cut_axis, start=first)),
         )
-    k = next((k for k, a in enumerate(view.origin) if axis and table.atoms(a) == axis), None)
-    if k is None or any(not isinstance(at, Range) for at in view.index[k : k + 1]):
+    source = view.source
+    k = next((k for k, a in enumerate(source.origin) if axis and table.atoms(a) == axis), None)
+    if k is None or any(not isinstance(at, Range) for at in source.index[k : k + 1]):
         return dataclasses.replace(view, axes=None)
-    sizes = [math.prod(map(table.size, table.atoms(a))) for a in view.origin[: k + 1]]
-    index = [*view.index, *(Range(0, n, n) for n in sizes[len(view.index) :])]
+    sizes = [math.prod(map(table.size, table.atoms(a))) for a in source.origin[: k + 1]]
+    index = [*source.index, *(Range(0, n, n) for n in sizes[len(source.index) :])]
     previous = index[k]
     assert isinstance(previous, Range)
     start, stop = start + previous.start, stop + previous.start
-    leading = k == 0 or not any(isinstance(at, Range) for at in view.index[:k])
-    if stop == start + 1 and d == 0 and leading and not view.consumed:
+    leading = k == 0 or not any(isinstance(at, Range) for at in source.index[:k])
+    if stop == start + 1 and d == 0 and leading and not source.consumed:
         numbers = [at for at in index[:k] if not isinstance(at, Range)]
         if len(numbers) == k:
-            return _with_axis(view, d, (), index=(*numbers, start, *index[k + 1 :]))
-    cut_axis = table.range_of(view.origin[k], start, stop)
+            entry = source._replace(index=(*numbers, start, *index[k + 1 :]))
+            return _with_axis(view, d, (), source=entry)
+    cut_axis = table.range_of(source.origin[k], start, stop)
     index[k] = previous._replace(start=start, stop=stop)
-    origin = (*view.origin[:k], cut_axis, *view.origin[k + 1 :])
-    return _with_axis(view, d, cut_axis, index=tuple(index), origin=origin)
+    origin = (*source.origin[:k], cut_axis, *source.origin[k + 1 :])
+    return _with_axis(view, d, cut_axis, source=source._replace(index=tuple(index), origin=origin))
 
 
 def _with_axis(view: View, d: int, axis: Atoms, **changes: Any) -> View:

@@ -149,11 +149,11 @@ class ComplexDense(Dense):
         return None
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        return repr((use.view.phase, super().reading(_without_parts(use), place)))
+        return repr((use.view.history.phase, super().reading(_without_parts(use), place)))
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         rows = super().inputs(dataclasses.replace(vjp, use=_without_parts(vjp.use)))
-        x: Any = rows.x if vjp.use.view.phase == 1 else rows.x * vjp.use.view.phase
+        x: Any = rows.x if vjp.use.view.history.phase == 1 else rows.x * vjp.use.view.history.phase
         return _in_parts(rows, x.real, x.imag)
 
     def outputs(self, vjp: LayerVjp) -> Rows:

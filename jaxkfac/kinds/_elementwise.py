@@ -184,10 +184,16 @@ def _is_its_bias(
 ) -> bool:
     """Whether the view's own axes coincide with the free axes of the product's parameter."""
     # The column of ones gives a joint bias the gradient of the product's rows, unchanged.
-    if view.axes is None or view.reversed or view.scaled or view.function or view.masked:
+    if (
+        view.axes is None
+        or view.history.reversed
+        or view.history.scaled
+        or view.history.function
+        or view.history.masked
+    ):
         return False
     # In a scan, kernel and bias must be those of one iteration.
-    if view.traced_indices != product.view.traced_indices:
+    if view.source.traced_indices != product.view.source.traced_indices:
         return False
     if len(view.axes) != len(product_axes):
         return False

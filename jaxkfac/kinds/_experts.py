@@ -44,7 +44,7 @@ class Gathered(TwoSided):
     ) -> list[Use] | str:
         (position,) = positions
         view, data = ins[position], ins[1 - position]
-        if not isinstance(data, Data) or view.axes is None or view.function:
+        if not isinstance(data, Data) or view.axes is None or view.history.function:
             return "is picked row by row and meets no rows of data"
         if problem := order_problem(table, view, view.axes, "dot_general"):
             return problem

@@ -38,8 +38,8 @@ else:
 
 def matrix_problem(table: AxisTable, view: View, name: str) -> str | None:
     """The reason why a view is no matrix with known axes, or ``None``."""
-    if view.axes is None or view.function:
-        first = view.function or view.lost_by
+    if view.axes is None or view.history.function:
+        first = view.history.function or view.history.lost_by
         return f"is no whole matrix behind `{first}`, where it meets data in `{name}`"
     if any("broadcast" in table.kinds(a) for axis in view.axes for a in table.atoms(axis)):
         return f"is broadcast before `{name}`"
@@ -160,7 +160,7 @@ def in_own_order(
         copies: 1 for rows, 2 for their outer products.
     """
     table = vjp.table
-    parameter_atoms = [a for axis in vjp.use.view.remaining_axes for a in table.atoms(axis)]
+    parameter_atoms = [a for axis in vjp.use.view.source.remaining_axes for a in table.atoms(axis)]
     atoms = [a for _, axis in side.features for a in table.atoms(axis)]
     sizes = [table.size(a) for a in atoms]
     # An equation may contract axes in any order; factors of all uses of a parameter have its own
@@ -220,7 +220,7 @@ def by_example(vjp: LayerVjp, side: Rows, axes: Sequence[Atoms], examples: Atoms
 
 
 def _lost(vjp: LayerVjp, what: str) -> LostRowsError:
-    path, primitive = vjp.use.view.path, vjp.site.eqn.primitive.name
+    path, primitive = vjp.use.view.source.path, vjp.site.eqn.primitive.name
     return LostRowsError(
         f"layer {path!r}: example axis lost at `{primitive}`: {what}, and statistics of whole "
         "examples were asked for. Leave the layer out with layers=, or ask for "
@@ -310,7 +310,7 @@ def _sums(
     axis_numbers = [k for k, (atoms, _) in enumerate(examples) if mine & {*table.atoms(atoms)}]
     if len(axis_numbers) > 1:
         raise LostRowsError(
-            f"layer {vjp.use.view.path!r}: its rows run over pairs of examples of two "
+            f"layer {vjp.use.view.source.path!r}: its rows run over pairs of examples of two "
             "jk.mark_outputs, and statistics of whole examples were asked for: take "
             'sharing="expand" and scales="diagonal", or leave the layer out with layers='
         )

@@ -210,7 +210,7 @@ class Adapted:
     ) -> BranchOptions:
         """The options of a layer's branch, with the rank and alpha of the layer ``settings``."""
         config = self.config
-        if any(u.view.joins or u.view.members for u in traced.uses_of(layer)):
+        if any(u.view.joins or u.view.source.members for u in traced.uses_of(layer)):
             raise ValueError(
                 f"layer {layer.name!r}: the program joins its parameter with others in one "
                 f"array, and a branch can only be added to a whole product: leave it out of target="

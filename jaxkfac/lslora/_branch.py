@@ -80,7 +80,7 @@ class ProductAxes:
     ) -> "ProductAxes":
         if use.detail.row_batch:
             raise ValueError(
-                f"layer {use.view.path!r} is broadcast along rows (a cond under vmap, which runs "
+                f"layer {use.view.source.path!r} is broadcast along rows (a cond under vmap, which runs "
                 "all branches): adapters have no rule for it; leave it out of target="
             )
         contract, shared = site.eqn.params["dimension_numbers"]
@@ -200,7 +200,7 @@ def _unflattened(
 ) -> Array:
     """Split a flat axis, in the parameter's order, into axes in the order of the equation."""
     table, view = site.table, use.view
-    own_order = [a for axis in view.remaining_axes for a in table.atoms(axis)]
+    own_order = [a for axis in view.source.remaining_axes for a in table.atoms(axis)]
     flat = [a for axis in axes for a in table.atoms(axis)]
     ordered = sorted(flat, key=own_order.index)
     before, after = matrix.shape[:position], matrix.shape[position + 1 :]
@@ -228,7 +228,7 @@ def _rank_first(a: Array) -> Array:
 
 def _lost(site: Site, use: Use, what: str) -> LostRowsError:
     return LostRowsError(
-        f"layer {use.view.path!r}: example axis lost at `{site.eqn.primitive.name}`: {what}, and "
+        f"layer {use.view.source.path!r}: example axis lost at `{site.eqn.primitive.name}`: {what}, and "
         "adapters were given by row. Give one adapter= for the whole batch, or leave this layer "
         "out with exclude=."
     )

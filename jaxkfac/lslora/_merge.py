@@ -209,7 +209,7 @@ def _written(
     for name in own_adapters:
         layer = every.table[name]
         _check_mergeable(layer, every.table.layers)
-        if any(use.view.scaled for use in every.uses_of(layer)):
+        if any(use.view.history.scaled for use in every.uses_of(layer)):
             raise ValueError(
                 f"layer {name!r} cannot be merged: the program multiplies its parameter by a "
                 "constant before it is used, and the branch is not multiplied"

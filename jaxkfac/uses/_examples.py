@@ -185,7 +185,9 @@ class Examples:
             check_readings(self.layers, full_trace)
         self.objective.check(self._program.output_shapes(traced), batch.targets, batch.mask)
         for layer in self.layers:
-            if masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
+            if masked := [
+                u.view.history.masked for u in traced.uses_of(layer) if u.view.history.masked
+            ]:
                 raise ValueError(
                     f"layer {layer.name!r} is masked by a constant in `{masked[0]}`, so its "
                     "gradient is no product of rows: leave it out with layers="

@@ -102,13 +102,13 @@ def whole_gradients(traced: Traced, bases: Eigenbases) -> set[str]:
             continue
         (use,) = uses
         scans = {("scan", scan) for scan in use.scope}
-        again = use.layers.count(layer.name) > 1 or not scans <= set(use.view.traced_indices)
+        again = use.layers.count(layer.name) > 1 or not scans <= set(use.view.source.traced_indices)
         has_all_vectors = all(
             x.vectors is None or x.vectors.shape[-1] == x.vectors.shape[-2]
             for x in bases.spectra(layer)
         )
         is_read_once = all(paths.count(m.path) == 1 for m in matrices[layer.name])
-        if has_all_vectors and is_read_once and not again and not use.view.scaled:
+        if has_all_vectors and is_read_once and not again and not use.view.history.scaled:
             names.add(layer.name)
     return names
 

@@ -77,9 +77,9 @@ class SquaredGradients:
         if layer.name in self._elements:
             return self._elements[layer.name].slot(layer)
         for use in self._traced.uses_of(layer):
-            if use.view.masked:
+            if use.view.history.masked:
                 raise ValueError(
-                    f"layer {layer.name!r} is masked by a constant in `{use.view.masked}`, so its "
+                    f"layer {layer.name!r} is masked by a constant in `{use.view.history.masked}`, so its "
                     "gradient is no product of rows in any basis: leave it out of the bases that "
                     "are measured, with layers= of value_grad_and_factors"
                 )
@@ -93,7 +93,7 @@ class SquaredGradients:
             return Slot(Gradients(weight, bias))
         weight = jnp.zeros((*stack, a.values.shape[-1], n_out), dtype)
         bias = jnp.zeros((*stack, n_out), dtype) if self._has_own_bias(layer) else None
-        scaled = any(use.view.scaled for use in self._traced.uses_of(layer))
+        scaled = any(use.view.history.scaled for use in self._traced.uses_of(layer))
         constant = jnp.ones(stack, dtype) if scaled else None
         ones, unit = self._has_ones(layer), bases.block_root(layer)
         return Slot(BasisSquares(weight, bias), Basis(a.vectors, g.vectors, ones, constant, unit))
@@ -108,7 +108,7 @@ class SquaredGradients:
         scans = {("scan", scan) for scan in uses[0].scope}
         if uses[0].layers.count(layer.name) > 1:  # it occurs twice in a stack of parameters
             return True
-        return len(uses) > 1 or not scans <= set(uses[0].view.traced_indices)
+        return len(uses) > 1 or not scans <= set(uses[0].view.source.traced_indices)
 
     def _has_ones(self, layer: Layer) -> bool:
         return layer.bias is not None and self._bias == "joint"

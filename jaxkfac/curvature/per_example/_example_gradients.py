@@ -64,10 +64,10 @@ def leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:
     """Whether a parameter of the layers is also read outside of them."""
     paths = covered_indices(layers).keys()
     return any(
-        name is None and view.path in paths
+        name is None and view.source.path in paths
         for use in traced.analysis.plan.all_uses()
         if use.join is None  # a joint bias belongs to the layer of its product
-        for view, name in itertools.zip_longest(use.view.members or (use.view,), use.layers)
+        for view, name in itertools.zip_longest(use.view.source.members or (use.view,), use.layers)
     )
 
 

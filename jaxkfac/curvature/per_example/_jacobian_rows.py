@@ -332,7 +332,9 @@ class JacobianRows:
             lost = any(uses & probe.lost for probe in self.probes)
             if lost or any(not group.atoms and group.number > 1 for group in self.groups):
                 self._move(layer, "the rows of a layer cannot be told apart by example")
-            elif masked := [u.view.masked for u in traced.uses_of(layer) if u.view.masked]:
+            elif masked := [
+                u.view.history.masked for u in traced.uses_of(layer) if u.view.history.masked
+            ]:
                 self._move(layer, f"is masked by a constant in `{masked[0]}`")
 
     @property

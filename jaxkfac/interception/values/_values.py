@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxkfac.interception.values._axes import Atoms, Axes
 from jaxkfac.interception.values._index import Index, Join, Range
@@ -45,67 +45,30 @@ class Picked(NamedTuple):
     where: Hashable
 
 
-@dataclasses.dataclass(frozen=True)
-class View:
-    """A parameter seen through views, or an elementwise function of it.
+class Source(NamedTuple):
+    """The entries of a parameter that a view reads.
 
     Attributes:
-        number: Value number; equal numbers are equal values.
         path: The parameter.
-        index: Static index into its leading axes: a number, or a range of them.
-        axes: One entry per axis in atoms of the parameter, or ``None`` where the view
-            cannot be followed axis by axis (strides, a constant gather): such a view can
-            still be a bias or a scale, but not a matrix.
         origin: The parameter's own axes; if the view sees a range of an axis, the range.
         uncut: The parameter's own axes in full, whatever range the view sees.
+        index: Static index into its leading axes: a number, or a range of them.
         consumed: Stacked axes used up so far, outermost first: scan iterations and
             dynamic indices.
-        scaled: Value numbers of the products with constants that it went through.
-        reversed: Atoms along which the parameter is read back to front.
-        masked: The primitive that set some elements to constants, if one did. The remaining
-            elements still form a matrix.
-        lost_by: The primitive behind which the axes can no longer be followed.
-        function: The first primitive that made the value a function of the parameter's elements,
-            one by one, that is no multiple of them (``exp``, a product of two parameters). The
-            value is then no matrix of the parameter.
-        joins: The axes along which the parameter is only a part of the value.
-        members: If the view is one iteration's entry of a stack of parameters, all of these
-            parameters in the order of the iterations. The view itself is that of the first.
+        members: If the view is one iteration's entry of a stack of parameters, the views of all of
+            these parameters in the order of the iterations. The rest is that of the first.
         stacked_for: The scan over that stack.
-        elements: Number of the arrangement: two views of a parameter with equal numbers hold its
-            elements in the same arrangement.
-        chosen: For each choice of some rows (a cond under ``vmap``), for each axis that was
-            broadcast to those rows: its atoms, and the atoms of the choice.
-        rowless: The primitive in which data without the example axis multiplied or shifted it.
-        picked: The lookup behind which each row reads its own entry of one axis.
         computed_from: For a weight that is computed from parameters, the paths of these.
-        looked_up: The lookup by constants that it came through, which may hold the example axis.
-        phase: For a complex value, the number of absolute value 1 that multiplies the parameter:
-            ``1j`` for an imaginary part.
     """
 
-    number: int
     path: str
     origin: Axes
-    axes: Axes | None
+    uncut: Axes
     index: Index = ()
-    consumed: tuple["Consumed", ...] = ()
-    scaled: tuple[int, ...] = ()
-    reversed: Atoms = ()
-    lost_by: str = ""
-    function: str = ""
-    masked: str = ""
-    joins: tuple[Join, ...] = ()
+    consumed: tuple[Consumed, ...] = ()
     members: tuple["View", ...] = ()
     stacked_for: int = 0
-    elements: int = 0
-    chosen: tuple[tuple[tuple[Atoms, Atoms], ...], ...] = ()
-    rowless: str = ""
-    picked: Picked | None = None
-    uncut: Axes = ()
     computed_from: tuple[str, ...] = ()
-    looked_up: Hashable = None
-    phase: complex = 1 + 0j
 
     @property
     def traced_indices(self) -> tuple[tuple[str, int], ...]:
@@ -120,6 +83,68 @@ class View:
         return tuple(
             self.origin[i] for i in (*range_axes, *range(len(self.index), len(self.origin)))
         )
+
+
+class History(NamedTuple):
+    """What a parameter went through on the way to a view of it.
+
+    Attributes:
+        scaled: Value numbers of the products with constants that it went through.
+        reversed: Atoms along which it is read back to front.
+        masked: The primitive that set some elements to constants, if one did. The remaining
+            elements still form a matrix.
+        function: The first primitive that made the value a function of the parameter's elements,
+            one by one, that is no multiple of them (``exp``, a product of two parameters). The
+            value is then no matrix of the parameter.
+        phase: For a complex value, the number of absolute value 1 that multiplies the parameter:
+            ``1j`` for an imaginary part.
+        lost_by: The primitive behind which the axes can no longer be followed.
+        rowless: The primitive in which data without the example axis multiplied or shifted it.
+        looked_up: The lookup by constants that it came through, which may hold the example axis.
+    """
+
+    scaled: tuple[int, ...] = ()
+    reversed: Atoms = ()
+    masked: str = ""
+    function: str = ""
+    phase: complex = 1 + 0j
+    lost_by: str = ""
+    rowless: str = ""
+    looked_up: Hashable = None
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A parameter seen through views, or an elementwise function of it.
+
+    Attributes:
+        number: Value number; equal numbers are equal values.
+        arrangement: Number of the arrangement of the elements: two views of a parameter with equal
+            numbers hold its elements in the same places.
+        source: The entries of the parameter.
+        axes: One entry per axis in atoms of the parameter, or ``None`` where the view
+            cannot be followed axis by axis (strides, a constant gather): such a view can
+            still be a bias or a scale, but not a matrix.
+        joins: The axes along which the parameter is only a part of the value.
+        chosen: For each choice of some rows (a cond under ``vmap``), for each axis that was
+            broadcast to those rows: its atoms, and the atoms of the choice.
+        picked: The lookup behind which each row reads its own entry of one axis.
+        history: What the parameter went through.
+    """
+
+    number: int
+    arrangement: int
+    source: Source
+    axes: Axes | None
+    joins: tuple[Join, ...] = ()
+    chosen: tuple[tuple[tuple[Atoms, Atoms], ...], ...] = ()
+    picked: Picked | None = None
+    history: History = History()
+
+
+def went_through(view: View, **changes: Any) -> View:
+    """The view with entries of its history changed."""
+    return dataclasses.replace(view, history=view.history._replace(**changes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +192,7 @@ def traced_indices_in(values: Sequence[object]) -> frozenset[tuple[str, int]]:
     """The scans over, and dynamic indices into, stacks of the parameters in some values."""
     traced_indices: set[tuple[str, int]] = set()
     for value in values:
-        traced_indices.update(i for view in views_in(value) for i in view.traced_indices)
+        traced_indices.update(i for view in views_in(value) for i in view.source.traced_indices)
         if isinstance(value, Combined | Derived):
             traced_indices |= value.traced_indices
     return frozenset(traced_indices)
