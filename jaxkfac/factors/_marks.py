@@ -140,7 +140,7 @@ def with_weights_apart(traced: Traced) -> Traced:
         rows = collections.Counter(
             (
                 use.data and use.data.number,
-                use.scope,
+                use.at.scope.scans,
                 use.view.source.traced_indices,
                 traced.marks_reached.get(id(use)),
             )

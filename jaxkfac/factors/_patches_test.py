@@ -120,8 +120,8 @@ def vjp_of(case, x, k, weights=None):
     traced = trace(lambda p, x: case.convolve(x, p), k, x)
     assert not traced.table.uncovered
     ((use,),) = [traced.uses_of(layer) for layer in traced.table.layers]
-    site = Site(use.eqn, [use], [], [], [], traced.analysis.table)
-    return LayerVjp(site, use, [x, k], jnp.ones(use.eqn.outvars[0].aval.shape), weights)
+    site = Site(use.at.eqn, [use], [], [], [], traced.analysis.table)
+    return LayerVjp(site, use, [x, k], jnp.ones(use.at.eqn.outvars[0].aval.shape), weights)
 
 
 def some_rows(case, x, k):

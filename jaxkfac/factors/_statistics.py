@@ -18,7 +18,11 @@ from jaxkfac._mapped_axes import sum_of_varying, sum_over_devices
 from jaxkfac.blocks import BiasMode, Factors, Place, Side, Sides
 from jaxkfac.factors._diagonal_pass import gradient_block, input_means, outer_products
 from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use, kind_named
-from jaxkfac.interception.values import Atoms, Slot
+from jaxkfac.interception.values import (
+    Atoms,
+    Scope,
+    Slot,
+)
 from jaxkfac.kinds import (
     EVERY_ROW,
     ElementGradients,
@@ -118,7 +122,7 @@ class Statistics:
         if kind_named(layer.kind).reads.tokens:
             return False
         exact_scales = layer.is_elementwise and self._has_exact_scales(layer)
-        sums = any(use.whole_examples for use in self.traced.uses_of(layer))
+        sums = any(use.elements.whole_examples for use in self.traced.uses_of(layer))
         return exact_scales or sums or self.sharing == "reduce"
 
     def _has_exact_scales(self, layer: Layer) -> bool:
@@ -138,8 +142,8 @@ class Statistics:
         if not all(_runs_along(use, self.traced, examples) for use in uses):
             return False
         number = self.traced.num_examples * math.prod(self.traced.part_shape(layer.weight))
-        sizes = [math.prod(use.eqn.outvars[0].aval.shape) for use in uses]
-        return len(uses) > 1 or any(use.scope for use in uses) or sizes[0] > number
+        sizes = [math.prod(use.at.eqn.outvars[0].aval.shape) for use in uses]
+        return len(uses) > 1 or any(use.at.scope.scans for use in uses) or sizes[0] > number
 
     @property
     def _num_examples(self) -> int:
@@ -223,7 +227,7 @@ class Statistics:
         if self.by_example(layer):
             return self.of_examples(zeros((*stack, self._num_examples, size)))
         # In a loop the sum is carried in panels, so that no iteration mirrors a triangle.
-        panels = packs(uses, "g") and any(u.scope for u in uses)
+        panels = packs(uses, "g") and any(u.at.scope.scans for u in uses)
         return self._moment(stack, size, zeros, dense=layer.g_dense, panels=panels)
 
     def _moment(
@@ -266,7 +270,7 @@ class Statistics:
         products = self.products_of(layer.name, self.products.key)
         return {
             "products": products,
-            "precision": products.precision_of(self.traced.uses_of(layer)[0].eqn),
+            "precision": products.precision_of(self.traced.uses_of(layer)[0].at.eqn),
         }
 
     # -- in the backward pass ---------------------------------------------------------
@@ -291,15 +295,17 @@ class Statistics:
         return alike if self._alike[alike] > 1 else None
 
     def _is_plain(self, use: Use) -> bool:
-        view = use.view
-        joined = (
-            view.joins
-            or view.source.members
-            or view.history.function
-            or view.picked
-            or len(use.parts) > 1
-        )
-        return not (use.scope or joined or len(use.layers) > 1 or call_kind(use.eqn))
+        view, at = use.view, use.at
+        joined = view.joins or view.source.members or view.history.function or view.picked
+        joined = joined or self._parts[at.scope] > 1
+        return not (at.scope.scans or joined or len(use.layers) > 1 or call_kind(at.eqn))
+
+    @functools.cached_property
+    def _parts(self) -> Mapping[Scope, int]:
+        """Number of parameters that are parts of one operand, or of one sum."""
+        uses = self.traced.analysis.plan.all_uses()
+        seen = (u for u in uses if u.kind.covered and not u.view.source.computed_from)
+        return collections.Counter(use.at.scope for use in seen)
 
     @functools.cached_property
     def _alike(self) -> Mapping[Hashable, int]:
@@ -317,19 +323,19 @@ class Statistics:
 
         axes = (
             use.view.source.remaining_axes,
-            use.in_axes,
-            use.out_axes,
-            use.batch_axes,
-            use.rows,
-            use.result,
+            use.axes.inputs,
+            use.axes.outputs,
+            use.axes.stack,
+            use.axes.rows,
+            use.axes.result,
         )
         return (
-            equation_signature(use.eqn),
+            equation_signature(use.at.eqn),
             use.kind,
-            use.operand,
+            use.at.operand,
             tuple(tuple(map(atoms, group)) for group in axes),
             atoms(self.traced.examples),
-            (use.free_stack, use.kind.signature(use)),
+            (use.axes.free_stack, use.kind.signature(use)),
             (layer.kind, layer.stack, layer.g_dense, self.unpacks(layer)),
         )
 
@@ -338,7 +344,7 @@ class Statistics:
         uses = self.traced.uses_of(layer)
         large = layer.g_dense and layer.out_features >= PANELS_FROM and packs(uses, "g")
         by_row = not (self.forward or self.by_example(layer))
-        return large and by_row and not any(u.scope for u in uses)
+        return large and by_row and not any(u.at.scope.scans for u in uses)
 
     def emit(self, vjp: LayerVjp, like: Any) -> Any:
         """See ``_taps.Emitter``."""
@@ -380,8 +386,8 @@ class Statistics:
     def _number_of(self, use: Use) -> int:
         """The position of a use among its layer's uses."""
         every = (self.traced.uses_of(x) for x in self.layers if x.name in self.row_weights)
-        uses = next(uses for uses in every if any(u.eqn is use.eqn for u in uses))
-        return next(k for k, u in enumerate(uses) if u.eqn is use.eqn)
+        uses = next(uses for uses in every if any(u.at.eqn is use.at.eqn for u in uses))
+        return next(k for k, u in enumerate(uses) if u.at.eqn is use.at.eqn)
 
     # -- after it ---------------------------------------------------------------------
 
@@ -520,7 +526,7 @@ def _weighed(moments: InputMoments, weight: Float[Array, "*stack"]) -> InputMome
 
 
 def _floats(use: Use) -> list[Any]:
-    variables = (*use.eqn.invars, *use.eqn.outvars)
+    variables = (*use.at.eqn.invars, *use.at.eqn.outvars)
     return [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
 
 
@@ -557,9 +563,9 @@ def _with_ones(sums: InputMoments) -> Array:
 
 def _runs_along(use: Use, traced: Traced, examples: Atoms) -> bool:
     """Whether each row of an elementwise use belongs to one known example."""
-    table, shape = traced.analysis.table, use.eqn.outvars[0].aval.shape
+    table, shape = traced.analysis.table, use.at.eqn.outvars[0].aval.shape
     atoms = []
-    for axis, size in zip(use.result, shape, strict=True):
+    for axis, size in zip(use.axes.result, shape, strict=True):
         axis_atoms = table.atoms(axis)
         if math.prod(table.size(a) for a in axis_atoms) == size:
             atoms += axis_atoms

@@ -105,10 +105,10 @@ def tap(emitter: Emitter, key: Key[Array, ""] | None = None) -> Handler:
             # parameter's own cotangent is already their sum.
             operands = list(operands)
             for k, use in enumerate(site.uses):
-                parameter = operands[use.operand]
+                parameter = operands[use.at.operand]
                 shape = _shape_inside(site, parameter)
                 op = _tapped(_broadcast_to(shape), emitter, bare, [use], [sums[k]], shared)
-                operands[use.operand] = op([parameter], [saved[k]])
+                operands[use.at.operand] = op([parameter], [saved[k]])
             return site.bind(*operands)
         return _tapped(bare.bind, emitter, bare, site.uses, sums, shared)(operands, saved)
 

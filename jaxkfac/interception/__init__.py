@@ -65,6 +65,7 @@ from jaxkfac.interception._examples import leading_to
 from jaxkfac.interception._functions import Lookup
 from jaxkfac.interception._kind import (
     Data,
+    ElementDetail,
     Kind,
     LayerVjp,
     Reads,
@@ -94,6 +95,7 @@ from jaxkfac.interception._views import broadcast_axes, reversal
 
 __all__ = [
     "Data",
+    "ElementDetail",
     "Handler",
     "Kind",
     "Layer",

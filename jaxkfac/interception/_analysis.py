@@ -49,7 +49,7 @@ from jaxkfac.interception._plan import MARK_ROWS, Mark, Plan
 from jaxkfac.interception._row_masks import holds_mask
 from jaxkfac.interception._structured import (
     Interpreted,
-    Scope,
+    Scans,
     interpret_cond,
     interpret_scan,
     interpret_shard_map,
@@ -59,8 +59,8 @@ from jaxkfac.interception.values._values import (
     Constant,
     CoverageNote,
     Parameter,
-    Source,
     View,
+    ViewSource,
     views_in,
 )
 
@@ -131,7 +131,7 @@ class Analysis(EquationRules, Interpreter[Value]):
             return Constant(self.unique())
         axes = fresh(self.table, aval.shape, "parameter")
         number = self.unique()
-        view = View(number, number, Source(path, axes, axes), axes)
+        view = View(number, number, ViewSource(path, axes, axes), axes)
         self.parameters[path] = view
         return view
 
@@ -142,14 +142,14 @@ class Analysis(EquationRules, Interpreter[Value]):
         jaxpr: Jaxpr,
         consts: Sequence[ArrayLike],
         ins: Sequence[Value],
-        scope: Scope,
+        scans: Scans,
     ) -> Interpreted:
         plan = Plan(jaxpr, list(consts))
         # Results of the program count as readers: a product that is returned has a gradient of its
         # own.
         operands = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
         readers = collections.Counter(filter(is_var, operands))
-        outs = self.run(jaxpr, consts, ins, (plan, scope, readers))
+        outs = self.run(jaxpr, consts, ins, (plan, scans, readers))
         return _read(jaxpr.outvars, outs, readers), plan
 
     def constant(self, operand: VarOrLiteral, value: Any) -> Constant:
@@ -161,10 +161,10 @@ class Analysis(EquationRules, Interpreter[Value]):
 
     def equation(self, eqn: Eqn, ins: Sequence[Value], position: int, within: Any) -> list[Value]:
         """The results of an equation; if its analysis raises, the equation is not covered."""
-        (plan, scope, readers), around = within, self.around
+        (plan, scans, readers), around = within, self.around
         values = _read(eqn.invars, ins, readers)
         try:
-            outs = self._followed(eqn, position, values, plan, scope)
+            outs = self._followed(eqn, position, values, plan, scans)
         except (JaxkfacError, RecursionError):  # meant for the user; nested too deep as a whole
             raise
         except Exception as error:
@@ -186,7 +186,7 @@ class Analysis(EquationRules, Interpreter[Value]):
         return outs
 
     def _followed(
-        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scans: Scans
     ) -> list[Value]:
         self.reads.update(view.source.path for v in ins for view in views_in(v))
         kind = call_kind(eqn)
@@ -198,10 +198,10 @@ class Analysis(EquationRules, Interpreter[Value]):
             return [Data(self.unique(), axes_of_result) for axes_of_result in axes]
         if _is_whole(eqn, ins):
             _check_registered(eqn)
-            return self.of_parameters(eqn, position, ins, plan, scope)
+            return self.of_parameters(eqn, position, ins, plan, scans)
         if kind in ("jit", "checkpoint") or (kind == "custom" and not has_parameters):
             with self._inside(position):
-                outs, inner = self._interpret(*body_of(eqn), ins, scope)
+                outs, inner = self._interpret(*body_of(eqn), ins, scans)
             if kind != "custom":
                 # Without an entry the rewriter emits the call as it is, which keeps a custom
                 # derivative.
@@ -212,19 +212,19 @@ class Analysis(EquationRules, Interpreter[Value]):
         if kind in _STRUCTURED:
             into = _STRUCTURED[kind]
             with self._inside(position):
-                outs, plan.calls[position] = into(self, self._interpret, eqn, ins, scope)
+                outs, plan.calls[position] = into(self, self._interpret, eqn, ins, scans)
             return outs
         alone = not any(isinstance(v, Data) for v in ins)
         # Behind an elementwise function with a custom derivative, as in `softplus(w)`, a parameter
         # is still seen; any other custom derivative of parameters alone hides them.
         function = kind == "custom" and alone and is_function(eqn)
         if kind == "custom" and not alone:
-            return self._custom(eqn, position, ins, plan, scope)
+            return self._custom(eqn, position, ins, plan, scans)
         if not has_parameters or (kind is not None and not function):
             outs = self.opaque(eqn, ins)
             self.follow_stopped(eqn, ins, outs)
             return outs
-        return self.of_parameters(eqn, position, ins, plan, scope)
+        return self.of_parameters(eqn, position, ins, plan, scans)
 
     def _from_products(
         self, eqn: Eqn, ins: list[Value], outs: list[Value], products: frozenset[Hashable]
@@ -266,7 +266,7 @@ class Analysis(EquationRules, Interpreter[Value]):
             self.around = around
 
     def _custom(
-        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scans: Scans
     ) -> list[Value]:
         step = "" if is_rule(eqn) else step_without_derivative(eqn)
         if step:
@@ -276,7 +276,7 @@ class Analysis(EquationRules, Interpreter[Value]):
             )
         with self._inside(position):
             interpret = interpret_rule if is_rule(eqn) else interpret_primal
-            outs, plan.calls[position] = interpret(self, self._interpret, eqn, ins, scope)
+            outs, plan.calls[position] = interpret(self, self._interpret, eqn, ins, scans)
         return outs
 
     def _mark(self, eqn: Eqn, position: int, ins: list[Value], plan: Plan) -> list[Value]:
@@ -298,8 +298,8 @@ def _read(
     product, and it is joined to none.
     """
     return [
-        dataclasses.replace(x, product=None, product_axes=())
-        if isinstance(x, Data) and x.product is not None and readers[v] > 1
+        dataclasses.replace(x, product=(), product_axes=())
+        if isinstance(x, Data) and x.product and readers[v] > 1
         else x
         for v, x in zip(operands, values, strict=True)
     ]

@@ -80,7 +80,7 @@ def repeats(
         examples: Axes of examples; a product meets those of only one of them.
     """
     result = Repeats({}, {})
-    candidates = {use.where: use for use in uses if use.where not in closed_in}
+    candidates = {use.at.scope.where: use for use in uses if use.at.scope.where not in closed_in}
     for where, use in candidates.items():
         own_meetings = {at: met for at, met in meetings.items() if where in met.products}
         for axis in examples:
@@ -92,7 +92,7 @@ def repeats(
                 size = 1
                 for atom in table.atoms(axis):
                     size *= table.size(atom)
-                result.products[where] = size, use.operand
+                result.products[where] = size, use.at.operand
                 result.meetings.update((at, d) for at, d in places.items() if d is not None)
                 break
     # Products that meet data in one equation are repeated together or not at all.
@@ -100,7 +100,9 @@ def repeats(
     split = {at for at in result.meetings if not meetings[at].products <= repeatable}
     # Leaving one product out may split another meeting, so the rest is judged again.
     if split:
-        remaining = [u for u in uses if not any(u.where in meetings[at].products for at in split)]
+        remaining = [
+            u for u in uses if not any(u.at.scope.where in meetings[at].products for at in split)
+        ]
         return repeats(table, remaining, meetings, closed_in, examples)
     return result
 

@@ -29,7 +29,7 @@ from jaxkfac._jaxpr_compat import (
 from jaxkfac.interception._functions import is_function
 from jaxkfac.interception._kind import Data, Value
 from jaxkfac.interception._plan import Facts
-from jaxkfac.interception._structured import Interpret, Interpreted, Scope
+from jaxkfac.interception._structured import Interpret, Interpreted, Scans
 from jaxkfac.interception.values._axes import fresh
 from jaxkfac.interception.values._values import Constant, Parameter
 
@@ -76,10 +76,10 @@ def _is_coarse(dtype: Any) -> bool:
 
 
 def interpret_primal(
-    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scans: Scans
 ) -> Interpreted:
     """The results of a ``custom_vjp``, and the plan for its primal."""
-    outs, plan = interpret(*body_of(eqn), ins, scope)
+    outs, plan = interpret(*body_of(eqn), ins, scans)
     results = [
         Data(facts.unique(), v.axes) if isinstance(v, Data) else facts.outside(v, eqn) for v in outs
     ]
@@ -87,7 +87,7 @@ def interpret_primal(
 
 
 def interpret_rule(
-    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scans: Scans
 ) -> Interpreted:
     """The results of a ``custom_jvp``, and the plan for its rule.
 
@@ -97,13 +97,13 @@ def interpret_rule(
     # In the primal the parameters are constants, so that no layer is found there a second time: the
     # rule has equations of its own.
     fixed = [Constant(v.number) if isinstance(v, Parameter) else v for v in ins]
-    outs, _ = interpret(*body_of(eqn), fixed, scope)
+    outs, _ = interpret(*body_of(eqn), fixed, scans)
     primals, tangents = operands_of(eqn)
     closed = rule_of(eqn)
     value_of = of_variables(eqn, ins)
     inside = [of_variables(eqn, fixed)[v] for v in primals]
     inside += [_tangent(facts, value_of[v]) for v in tangents]
-    _, plan = interpret(closed.jaxpr, closed.consts, inside, scope)
+    _, plan = interpret(closed.jaxpr, closed.consts, inside, scans)
     results: list[Value] = [
         Data(facts.unique(), v.axes if isinstance(v, Data) else fresh(facts.table, w.aval.shape))
         for v, w in zip(outs, eqn.outvars, strict=True)

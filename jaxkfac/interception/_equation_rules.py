@@ -24,12 +24,13 @@ from jaxkfac.interception._kind import Data, Use, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
 from jaxkfac.interception._row_masks import is_mask
 from jaxkfac.interception._structured import (
-    Scope,
+    Scans,
     follow_product,
 )
 from jaxkfac.interception._uses import uses_in, uses_of
 from jaxkfac.interception._views import broadcast_axes, view_of
 from jaxkfac.interception.values._axes import fresh, propagate
+from jaxkfac.interception.values._use_site import Scope
 from jaxkfac.interception.values._values import (
     Combined,
     Constant,
@@ -111,7 +112,7 @@ class EquationRules(Facts):
             results = propagate(self.table, eqn, axes)
         datas = [Data(n, a) for n, a in zip(out, results, strict=True)]
         first_data = ins[0] if ins else None
-        if isinstance(first_data, Data) and first_data.product is not None:
+        if isinstance(first_data, Data) and first_data.product:
             product_axes = follow_product(eqn, first_data)
             if product_axes is not None:
                 datas[0] = dataclasses.replace(
@@ -136,7 +137,7 @@ class EquationRules(Facts):
         ]
 
     def of_parameters(
-        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scans: Scans
     ) -> list[Value]:
         """The results of an equation that reads parameters, by the first rule that applies."""
         name = eqn.primitive.name
@@ -161,8 +162,8 @@ class EquationRules(Facts):
             plan.views[position] = _traced_index(ins, views)
             return views
         if not any(isinstance(v, Data) for v in ins):
-            return self._product_of_constant(eqn, position, ins, plan, scope)
-        return self._meeting_with_data(eqn, position, ins, plan, scope, number)
+            return self._product_of_constant(eqn, position, ins, plan, scans)
+        return self._meeting_with_data(eqn, position, ins, plan, scans, number)
 
     def _stop_gradient(self, ins: list[Value], number: int) -> list[Value]:
         """``stop_gradient``: its result is a constant, whose parameter ``_chosen`` may ask for."""
@@ -225,7 +226,7 @@ class EquationRules(Facts):
         return [stack]
 
     def _meeting_with_data(
-        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope, number: int
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scans: Scans, number: int
     ) -> list[Value]:
         """A parameter and data in one equation: layer uses, or what the report says of it."""
         name = eqn.primitive.name
@@ -234,7 +235,7 @@ class EquationRules(Facts):
         # statistic of the data.
         if kind is not None and kind.inserts and eqn.outvars[0].aval.shape == ():
             return self._reported_only(eqn, ins, "is also in a parameter-only term")
-        uses = uses_in(self, eqn, ins, scope)
+        uses = uses_in(self, eqn, ins, Scope(scans, self.where(eqn)))
         if not uses or isinstance(uses, str):
             for v in ins:
                 if reasons := getattr(v, "reasons", ()):
@@ -242,10 +243,7 @@ class EquationRules(Facts):
             if isinstance(uses, str):
                 return self.opaque(eqn, ins, uses)
             return self.opaque(eqn, [v if isinstance(v, Data) else Constant(v.number) for v in ins])
-        for use in uses:
-            use.where = self.where(eqn)
-        plan.uses[position] = uses
-        return [self._result(eqn, ins, uses, number)]
+        return [self._result(eqn, position, ins, uses, plan, number)]
 
     def follow_stopped(self, eqn: Eqn, ins: Sequence[Value], outs: Sequence[Value]) -> None:
         """Follow views of a parameter that ``stop_gradient`` made a constant.
@@ -288,7 +286,7 @@ class EquationRules(Facts):
         return [dataclasses.replace(view, number=number, chosen=(*view.chosen, choice))]
 
     def _product_of_constant(
-        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scope: Scope
+        self, eqn: Eqn, position: int, ins: list[Value], plan: Plan, scans: Scans
     ) -> list[Value]:
         """A constant times a parameter: a layer use if the constant's rows are the examples.
 
@@ -308,34 +306,41 @@ class EquationRules(Facts):
         rows: list[Value] = [
             # The constant gets axes as if it were data; the rows that it meets later decide what
             # they are.
-            Data(v.number, fresh(self.table, a.aval.shape, "feature"))
+            Data(v.number, fresh(self.table, a.aval.shape, "feature"), constant=True)
             if isinstance(v, Constant)
             else v
             for v, a in zip(ins, eqn.invars, strict=True)
         ]
-        uses = uses_of(self.table, eqn, rows, scope)
+        where = self.where(eqn)
+        uses = uses_of(self.table, eqn, rows, Scope(scans, where))
         if isinstance(uses, str):
             return self.opaque(eqn, ins)
-        uses[0].from_constant, uses[0].where = True, self.where(eqn)
-        plan.uses[position] = uses
-        product = self._result(eqn, rows, uses, number)
-        return [dataclasses.replace(product, products=frozenset([uses[0].where]))]
+        product = self._result(eqn, position, rows, uses, plan, number)
+        return [dataclasses.replace(product, products=frozenset([where]))]
 
-    def _result(self, eqn: Eqn, ins: list[Value], uses: list[Use], number: int) -> Data:
+    def _result(
+        self,
+        eqn: Eqn,
+        position: int,
+        ins: list[Value],
+        uses: list[Use],
+        plan: Plan,
+        number: int,
+    ) -> Data:
+        """The result of an equation with layer uses, which enter the plan."""
         axes_in = [v.axes if isinstance(v, Data) else None for v in ins]
         # The kind is asked first, because the general rules cannot follow rows through a primitive
         # such as `ragged_dot`.
         axes = uses[0].kind.result_axes(self.table, uses[0])
         axes = propagate(self.table, eqn, axes_in)[0] if axes is None else axes
-        for use in uses:
-            use.kind.place(use, axes)
-            use.parts = [u for u in uses if u.kind.covered and not u.view.source.computed_from]
-        product = uses[0].kind.product_axes(uses[0], len(axes))
+        plan.uses[position] = uses = [use.kind.with_result(use, axes) for use in uses]
+        product_axes = uses[0].kind.product_axes(uses[0], len(axes))
         # A bias that is added to the product of a computed weight is a parameter, but the weight of
         # its block is not. So they are not joined.
-        if product is None or uses[0].view.source.computed_from:
+        if product_axes is None or uses[0].view.source.computed_from:
             return Data(number, axes)
-        return Data(number, axes, uses[0], product)
+        parts = tuple(u for u in uses if u.kind.covered and not u.view.source.computed_from)
+        return Data(number, axes, parts, product_axes)
 
 
 def _is_rowless(value: Value) -> bool:

@@ -91,7 +91,7 @@ def split_recomputed(
     for output in range(num_outputs or len(analysis.outputs)) if again else ():
         read, reread = {}, {}
         for use in leading_to(analysis.plan, output)[0]:
-            place = (use.view.source.path, use.kind.name, use.in_axes)
+            place = (use.view.source.path, use.kind.name, use.axes.inputs)
             (reread if id(use) in again else read)[place] = use
         for use in (reread[place] for place in read.keys() & reread.keys()):
             lost |= dict.fromkeys(use.view.source.computed_from or (use.view.source.path,))
@@ -171,14 +171,16 @@ def analyse(
         if (by_row_found := _lookups_by_row(analysis, num_outputs)) - by_row:
             by_row |= by_row_found
             continue
-        wrong = {u.where for u in alone}
+        wrong = {u.at.scope.where for u in alone}
         lost = set()
         for use in _lost_uses(analysis, num_outputs=num_outputs):
-            of_rows = use.eqn.primitive.name in _OF_ROWS and use.kind.covered
-            if of_rows and not use.from_constant:
-                lost.add(use.where)
-            elif use.kind.product and use.scope:  # a constant in the first iteration of a loop
-                wrong.add(use.where)
+            of_rows = use.at.eqn.primitive.name in _OF_ROWS and use.kind.covered
+            if of_rows and not (use.data is not None and use.data.constant):
+                lost.add(use.at.scope.where)
+            elif (
+                use.kind.product and use.at.scope.scans
+            ):  # a constant in the first iteration of a loop
+                wrong.add(use.at.scope.where)
         if wrong <= refused and lost <= constants:
             return closed, analysis
         refused |= wrong
@@ -206,10 +208,10 @@ def _without_examples(analysis: Analysis, inputs: frozenset[int]) -> frozenset[i
 
 def _is_use(analysis: Analysis, use: Use, num_outputs: int) -> bool:
     """Whether the rows come from data, or hold all of an output's leading axis."""
-    if not use.from_constant:
+    if use.data is None or not use.data.constant:
         return True
     table = analysis.table
-    rows = {a for axis in use.rows for a in table.atoms(axis)}
+    rows = {a for axis in use.axes.rows for a in table.atoms(axis)}
     return any(rows.issuperset(table.atoms(axis)) for axis in _leading_axes(analysis, num_outputs))
 
 
@@ -228,7 +230,7 @@ def _lookups_by_row(analysis: Analysis, num_outputs: int) -> set[Hashable]:
         use.view.history.looked_up
         for use in _lost_uses(analysis, num_outputs=num_outputs)
         if use.view.history.looked_up is not None
-        and any(a in examples for axis in use.rows for a in table.atoms(axis))
+        and any(a in examples for axis in use.axes.rows for a in table.atoms(axis))
     }
 
 
@@ -268,9 +270,9 @@ def split_lost(analysis: Analysis, *, num_outputs: int) -> tuple[list[Use], list
 
 
 def _reason(use: Use) -> str:
-    if isinstance(use.where, tuple) and use.where[0] == MODIFIED:
+    if isinstance(use.at.scope.where, tuple) and use.at.scope.where[0] == MODIFIED:
         return MODIFIED
-    return f"{EXAMPLES_LOST} at `{use.eqn.primitive.name}`"
+    return f"{EXAMPLES_LOST} at `{use.at.eqn.primitive.name}`"
 
 
 def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
@@ -284,7 +286,7 @@ def _lost_uses(analysis: Analysis, *, num_outputs: int) -> list[Use]:
         examples = {a for axes in analysis.data_axes for axis in axes for a in table.atoms(axis)}
     lost = []
     for use in analysis.plan.all_uses():
-        scanned = {a for scan in use.scope for a in table.atoms(analysis.scanned[scan])}
+        scanned = {a for scan in use.at.scope.scans for a in table.atoms(analysis.scanned[scan])}
         if not (use.data is None or scanned & examples or _runs_along(table, use, examples)):
             lost.append(use)
     return lost
@@ -314,7 +316,7 @@ def split_partial(analysis: Analysis, uses: list[Use]) -> tuple[list[Use], list[
         CoverageNote(
             use.view.source.path,
             f"goes through {analysis.of_constants[use.view.source.path]} and meets data in "
-            f"`{use.eqn.primitive.name}`",
+            f"`{use.at.eqn.primitive.name}`",
             fatal=True,
         )
         for use in uses
@@ -329,7 +331,7 @@ def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[Cove
         if pieces_of(table, use.view.joins) is not None:
             aligned_uses.append(use)
         else:
-            where = f"where it meets data in `{use.eqn.primitive.name}`"
+            where = f"where it meets data in `{use.at.eqn.primitive.name}`"
             reason = f"is joined with others and cut across them, {where}"
             findings.append(CoverageNote(use.view.source.path, reason, fatal=True))
     return aligned_uses, findings
@@ -337,7 +339,7 @@ def split_parts(table: AxisTable, uses: list[Use]) -> tuple[list[Use], list[Cove
 
 def _runs_along(table: AxisTable, use: Use, examples: set[int]) -> bool:
     mine = own_axes(table, use)
-    atoms = [a for d, axis in enumerate(use.rows) if d not in mine for a in table.atoms(axis)]
+    atoms = [a for d, axis in enumerate(use.axes.rows) if d not in mine for a in table.atoms(axis)]
     # An axis that was lost on the way may be the examples. The use stays; a mask, which would have
     # to know, is then an error.
     return any(a in examples or "derived" in table.kinds(a) for a in atoms)

@@ -54,7 +54,7 @@ def join_biases(
     for block in blocks:
         if not block.kind.product:
             continue
-        adds = [b for b in biases if b.join in block.at]
+        adds = [b for b in biases if b.elements.joint in block.at]
         # One column of ones stands for the bias in all uses, so each of them must add it.
         if len(adds) != len(block.at) or not adds:
             continue
@@ -82,18 +82,18 @@ def join_biases(
 
 def _is_added_in(block: UseGroup, add: Use, k: int) -> bool:
     """Whether a bias is added, at iteration ``k``, to a result of the block's kernel."""
-    assert add.join is not None
-    bias_view, kernel_view = add.view, add.join.view
+    assert add.elements.joint is not None
+    bias_view, kernel_view = add.view, add.elements.joint.view
     one_scan = bool(kernel_view.source.members) and (
         not bias_view.source.members
         or bias_view.source.stacked_for == kernel_view.source.stacked_for
     )
-    return not one_scan or k in block.at[add.join]
+    return not one_scan or k in block.at[add.elements.joint]
 
 
 def _iterations(add: Use) -> list[tuple[int, View]]:
     """The view of the bias in each iteration of a scan over a stack of biases, or of kernels."""
-    number = len(add.join.view.source.members) if add.join is not None else 0
+    number = len(add.elements.joint.view.source.members) if add.elements.joint is not None else 0
     return list(enumerate(add.view.source.members or (add.view,) * (number or 1)))
 
 
@@ -101,7 +101,7 @@ def _bias_matrix(
     table: AxisTable, block: UseGroup, add: Use, experts: str | None
 ) -> ParameterMatrix | None:
     """The bias as a row of the block's matrix; ``None`` if its elements are in another order."""
-    product = add.join
+    product = add.elements.joint
     assert product is not None and add.data is not None and add.view.axes is not None
     bias_axis_of: dict[int, Atoms] = {}  # atom of the product's parameter -> axis of the bias
     its_axis, my_axis = own_axes(table, product.view), own_axes(table, add.view)
@@ -125,7 +125,7 @@ def _bias_matrix(
             at = [len(atoms)]
             atoms.append(1)
         positions += at
-    free = {a for axis in product.out_axes for a in its_axis(axis)} - set(stacked)
+    free = {a for axis in product.axes.outputs for a in its_axis(axis)} - set(stacked)
     outputs = [
         where[b]
         for a in sorted(free, key=weight_at.__getitem__)
@@ -157,19 +157,20 @@ def group_uses(
     experts: str | None = None,
     pattern: str | None = None,
     scale_blocks: bool = False,
-) -> tuple[list[Layer], list[CoverageNote]]:
-    """Group uses into layers, and set the layer that each use belongs to.
+) -> tuple[list[Layer], list[CoverageNote], dict[Use, Use]]:
+    """Group uses into layers.
 
     Args:
         table: The axis atoms of the analysis.
-        uses: Every use, in program order; their ``layer`` is set.
+        uses: Every use, in program order.
         max_dense: A side with more features is stored as a diagonal.
         experts: Full-match pattern of parameters whose free leading axis is a stack.
         pattern: Full-match pattern over layer names; layers that do not match are left untapped.
         scale_blocks: Whether scales and lone biases have a dense block.
 
     Returns:
-        The layers in program order, and notes for the coverage report.
+        The layers in program order, notes for the coverage report, and for each use in a layer
+        the same use with the names of its layers.
 
     Raises:
         UnknownLayerError: ``pattern`` matches no layer.
@@ -205,7 +206,7 @@ def group_uses(
         if not block.kind.covered:
             reason = "has a diagonal of whole examples' gradients, from a second pass"
             notes.append(CoverageNote(block.weight.path, reason, fatal=False))
-        if any(u.whole_examples for u in block.uses):
+        if any(u.elements.whole_examples for u in block.uses):
             reason = "has a diagonal of whole examples' gradients: a weight is formed for each"
             notes.append(CoverageNote(block.weight.path, reason, fatal=False))
         if block.name not in selected:
@@ -222,7 +223,6 @@ def group_uses(
         for use, iterations in block.at.items():
             # One use may serve several layers, one in each iteration of a scan over a stack.
             names[use].update(dict.fromkeys(iterations, block.name))
-            use.free_stack = reads_experts(use, experts)
         ones = id(owner) in with_ones
         elementwise, diagonal = block.kind.elementwise, block.kind.reads.tokens
         n_in, n_out = block.weight.in_features, block.weight.out_features
@@ -242,10 +242,13 @@ def group_uses(
                 computed_from=block.computed_from,
             )
         )
+    tapped = {}
     for use, of_iteration in names.items():
         number = len(use.view.source.members) or 1
-        use.layers = tuple(of_iteration.get(k) for k in range(number))
-    return layers, notes
+        axes = use.axes._replace(free_stack=reads_experts(use, experts))
+        layer_names = tuple(of_iteration.get(k) for k in range(number))
+        tapped[use] = dataclasses.replace(use, axes=axes, layers=layer_names)
+    return layers, notes, tapped
 
 
 def _is_dense(block: UseGroup, size: int, max_dense: int, *, scale_blocks: bool) -> bool:
@@ -309,7 +312,7 @@ def _looked_up_matrices(table: AxisTable, blocks: list[UseGroup]) -> list[Covera
     """Notes about lookups of whole matrices, which read rows of a table and not experts."""
     notes = []
     for block in blocks:
-        sizes = [math.prod(map(table.size, table.atoms(a))) for a in block.uses[0].out_axes]
+        sizes = [math.prod(map(table.size, table.atoms(a))) for a in block.uses[0].axes.outputs]
         if block.kind.reads.tokens and len(sizes) > 1:
             entry, width = "x".join(map(str, sizes)), block.weight.out_features
             reason = (
@@ -360,7 +363,12 @@ def _use_key(table: AxisTable, use: Use) -> tuple[Any, ...]:
     assert use.data is not None
     # The scope belongs to the key, because one variable inside a scan has other rows in each
     # iteration than outside it.
-    return (use.data.number, use.scope, use.view.source.traced_indices, _reading(table, use))
+    return (
+        use.data.number,
+        use.at.scope.scans,
+        use.view.source.traced_indices,
+        _reading(table, use),
+    )
 
 
 def _reading(table: AxisTable, use: Use) -> str:
@@ -368,6 +376,6 @@ def _reading(table: AxisTable, use: Use) -> str:
     where, _ = atom_positions(table, use.view)
     own_axis = own_axes(table, use.view)
     pieces = pieces_of(table, use.view.joins) or {}
-    cuts = [cuts_of(table, pieces, axis) for axis in (*use.in_axes, *use.batch_axes)]
+    cuts = [cuts_of(table, pieces, axis) for axis in (*use.axes.inputs, *use.axes.stack)]
     reading = use.kind.reading(use, lambda axis: [where[a] for a in own_axis(axis)])
     return f"{reading} {cuts}" if any(cuts) else reading

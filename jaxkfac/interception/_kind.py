@@ -9,7 +9,7 @@ in ``jaxkfac.kinds``. The records are defined here because they and ``Kind`` nam
 import abc
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from jaxtyping import Array, Bool, Float, Key, Shaped
 
@@ -17,6 +17,7 @@ from jaxkfac._jaxpr_compat import LAYER, Eqn
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception.values._encoded import bind
 from jaxkfac.interception.values._slots import Slot
+from jaxkfac.interception.values._use_site import Scope, UseAxes, UseSite
 from jaxkfac.interception.values._values import Constant, Parameter, View
 
 
@@ -27,76 +28,69 @@ class Data:
     Attributes:
         number: Value number.
         axes: One entry per axis, in atoms.
-        product: The layer use whose product this value is, seen through views that nothing else
-            reads. A bias that is added to it is joined to that use.
+        product: The layer uses whose product this value is, seen through views that nothing else
+            reads; one for each parameter in the operand. A bias that is added to it is joined to
+            one of them.
         product_axes: For each axis, the atoms of the parameter's free axes, or ``None``.
         products: If the value depends on no other data, the products of constants and parameters
             that it comes from (see ``_constant_rows``).
+        constant: Whether it is a constant that is read as data, such as the zeros from which a
+            recurrent state starts; the program joins its rows with those of data only later.
     """
 
     number: int
     axes: Axes
-    product: "Use | None" = None
+    product: "tuple[Use, ...]" = ()
     product_axes: tuple[Atoms | None, ...] = ()
     products: frozenset[Hashable] = frozenset()
+    constant: bool = False
 
 
 Value = Constant | Parameter | Data
 
 
-@dataclasses.dataclass(eq=False)
+class ElementDetail(NamedTuple):
+    """What only the uses of elementwise kinds have.
+
+    Attributes:
+        whole_examples: Whether the gradient must be summed over an example before it is squared,
+            because the gradient at each row is already a sum.
+        features: The axes of the result that are features (the classes, for logits). Where the
+            parameter has no elements along them, its gradient is summed over them before it is
+            squared.
+        joint: For a bias, the product that it is added to, if nothing else reads that product.
+    """
+
+    whole_examples: bool = False
+    features: tuple[int, ...] = ()
+    joint: "Use | None" = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Use:
     """One equation in which a parameter meets data by a rule.
 
     Attributes:
         kind: The kind of layer.
-        eqn: The equation.
-        operand: Position of the parameter among the operands.
         view: The parameter's view there.
-        scope: Identities of the enclosing scans and branches, outermost first.
-        in_axes: Atoms of the contracted axes, in the equation's order.
-        out_axes: Atoms of the free axes, in the equation's order.
-        batch_axes: Atoms of the axes shared with the data (experts, feature groups).
-        rows: Atoms of the data operand's axes that are neither contracted nor shared.
-        result: Atoms of the result's axes, for a scale or bias.
+        at: The equation, and which of its operands the parameter is.
         data: The data operand, if there is one.
-        from_constant: Whether the data operand is a constant, such as the zeros from which a
-            recurrent state starts; the program joins its rows with those of data only later.
-        whole_examples: For an elementwise use, whether its gradient must be summed over an example
-            before it is squared, because the gradient at each row is already a sum.
-        features: For an elementwise use, the axes of the result that are features (the classes,
-            for logits). Where the parameter has no elements along them, its gradient is summed
-            over them before it is squared.
-        parts: If the parameter is one part of an array, the uses of all parts.
-        join: For a bias, the product that it is added to, if nothing else reads that product.
+        axes: The axes that it reads.
+        elements: For an elementwise kind, how its elements meet data.
+        detail: What the kind alone has to know of the equation, a record of its own.
         layers: Name of the layer that this use belongs to, or ``None`` if it is not tapped; if each
             iteration reads another layer, the names of all of them. A parameter that is the whole
             tree has the name ``""``.
-        free_stack: Whether the first free axis is read as a stack of experts.
-        detail: What the kind alone has to know of the equation, a record of its own.
-        where: The equation and the calls around it; equal in every analysis of one program.
     """
 
     kind: "Kind"
-    eqn: Eqn
-    operand: int
     view: View
-    scope: tuple[int, ...]
-    in_axes: Axes = ()
-    out_axes: Axes = ()
-    batch_axes: Axes = ()
-    rows: Axes = ()
-    result: Axes = ()
+    at: UseSite
     data: Data | None = None
-    from_constant: bool = False
-    whole_examples: bool = False
-    features: tuple[int, ...] = ()
-    parts: Sequence["Use"] = ()
-    join: "Use | None" = None
-    layers: tuple[str | None, ...] = ()
-    free_stack: bool = False
+    axes: UseAxes = dataclasses.field(default=UseAxes())
+    elements: ElementDetail = dataclasses.field(default=ElementDetail())
     detail: Any = None
-    where: Hashable = None
+    layers: tuple[str | None, ...] = ()
 
     @property
     def layer(self) -> str | None:
@@ -143,7 +137,7 @@ class LayerVjp:
             that reads ``picked`` entries, they end with the indices.
         cotangent: The cotangent of the result, with its shape; for an insertion, that of the
             parameter after it was broadcast.
-        weights: Which rows exist, with the axes of ``use.rows``; ``None`` if all do. For the
+        weights: Which rows exist, with the axes of ``use.axes.rows``; ``None`` if all do. For the
             moments of inputs these may be floating weights of rows.
         input_weights: Those weights, where positions have some; else ``None``.
         constants: Those of the slot.
@@ -170,7 +164,7 @@ class LayerVjp:
     @property
     def data(self) -> Shaped[Array, "..."]:
         """The operand that meets the parameter."""
-        return self.operands[1 - self.use.operand]
+        return self.operands[1 - self.use.at.operand]
 
     def masked_by(self, weights: Bool[Array, "..."] | Float[Array, "..."] | None) -> "LayerVjp":
         """The product with other rows left out; ``None`` for all rows, padding included."""
@@ -248,7 +242,7 @@ class Kind(abc.ABC):
         eqn: Eqn,
         ins: Sequence[Value],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> "list[Use] | str":
         """The uses in an equation, or the reason in words why there is none.
 
@@ -257,7 +251,7 @@ class Kind(abc.ABC):
             eqn: An equation of one of its primitives.
             ins: The analysis' value of each operand.
             positions: Which operands are views of parameters: one, unless the kind ``inserts``.
-            scope: Identities of the enclosing scans.
+            scope: Where the equation is, for ``UseSite``.
         """
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes | None:
@@ -268,9 +262,9 @@ class Kind(abc.ABC):
         """
         return None
 
-    @abc.abstractmethod
-    def place(self, use: Use, axes: Axes) -> None:
-        """Store the axes of the result in the use."""
+    def with_result(self, use: Use, axes: Axes) -> Use:
+        """The use, now that the axes of the result are known."""
+        return use
 
     def contracted(self, use: Use) -> Axes:
         """The axes of the data operand that the product sums over; empty if it sums over none."""

@@ -182,6 +182,13 @@ class Plan:
             uses += self.calls[position].all_uses() if position in self.calls else []
         return uses
 
+    def replace_uses(self, new: Mapping[Use, Use]) -> None:
+        """Put other uses in the place of some, here and in the bodies."""
+        self.entries = {k: new.get(use, use) for k, use in self.entries.items()}
+        self.uses = {k: [new.get(use, use) for use in uses] for k, uses in self.uses.items()}
+        for plan in self.calls.values():
+            plan.replace_uses(new)
+
     def bodies(self, position: int) -> list["Plan"]:
         """The plans of the bodies of a structured equation: of a cond one for each branch."""
         inner = self.calls[position]

@@ -143,14 +143,15 @@ class Rewriter(Interpreter[Tapped]):
 
     def _use(self, eqn: Eqn, uses: list[Use], ins: list[Tapped], around: Around) -> Any:
         values = [x for x, _ in ins]
-        not_encoded = [(u, values[u.operand]) for u in uses if not u.kind.reads.encoded]
+        not_encoded = [(u, values[u.at.operand]) for u in uses if not u.kind.reads.encoded]
         refuse_deferred(not_encoded, lambda use: f"`{eqn.primitive.name}` ({use.kind.name})")
         # A layer that this pass does not gather has no slot.
         uses = [u for u in uses if u.layer in self.traced_indices]
         if not uses:
             return bind(eqn)(*values)
         beside = [
-            around.computed if u.view.source.computed_from else ins[u.operand].slots for u in uses
+            around.computed if u.view.source.computed_from else ins[u.at.operand].slots
+            for u in uses
         ]
         slots = [_at_use(its[u.layer or ""]) for u, its in zip(uses, beside, strict=True)]
         chosen = [
@@ -226,7 +227,7 @@ class Rewriter(Interpreter[Tapped]):
         (nc, nk), length = scan_counts(eqn), eqn.params["length"]
         values = list(values)
         for k, use in inner.entries.items():  # states that the first iteration starts from
-            values[k] = self._use(use.eqn, [use], [Tapped(values[k], in_slots[k])], around)
+            values[k] = self._use(use.at.eqn, [use], [Tapped(values[k], in_slots[k])], around)
         fixed = in_slots[: nc + nk]  # a parameter carried unchanged is a constant
         stacks = {
             u.layer: u.layers

@@ -196,8 +196,8 @@ def row_weights(
         marks: The axes of every mark of the program, known at the use or not.
 
     Returns:
-        Boolean, or floating if a mask is, one axis per entry of ``use.rows``; ``None`` if no mask
-        covers them.
+        Boolean, or floating if a mask is, one axis per entry of ``use.axes.rows``; ``None`` if no
+        mask covers them.
 
     Raises:
         LostRowsError: a mask for the whole program is given, and an axis of the rows comes
@@ -206,7 +206,8 @@ def row_weights(
     """
     if use.kind.inserts and use.data is None:  # a class token: its row always exists
         return None
-    rows = [table.atoms(axis) for axis in use.rows]
+    path, primitive = use.view.source.path, use.at.eqn.primitive.name
+    rows = [table.atoms(axis) for axis in use.axes.rows]
     flat = [a for axis in rows for a in axis]
     # Masks are compared by atoms: a mask over (examples, tokens) also covers rows in which the
     # model has merged the two.
@@ -215,7 +216,7 @@ def row_weights(
         late = {a for axis in axes for a in table.atoms(axis)} & set(flat) - spoken
         if late:
             raise LostRowsError(
-                f"layer {use.view.source.path!r} reads rows that jk.mark_rows names only later in the "
+                f"layer {path!r} reads rows that jk.mark_rows names only later in the "
                 "program, or inside another scan. Mark them before this layer."
             )
     if not spoken:
@@ -230,8 +231,8 @@ def row_weights(
     if any(m.complete for m in masks) and (lost or spoken.isdisjoint(flat)):
         what = f"an axis of size {table.size(lost[0])}" if lost else "the example axis"
         raise LostRowsError(
-            f"layer {use.view.source.path!r}: example axis lost at `{use.eqn.primitive.name}`: {what} of "
-            f"its rows cannot be traced to the mask. Name these rows with jk.mark_rows(x, mask) "
+            f"layer {path!r}: example axis lost at `{primitive}`: {what} of its rows cannot be "
+            "traced to the mask. Name these rows with jk.mark_rows(x, mask) "
             "inside the model, or leave the layer out with layers=."
         )
     if spoken.isdisjoint(flat):
@@ -255,7 +256,7 @@ def where_chosen(
     for_all_rows = [mask.mask.reshape(()) for mask in choices if not mask.atoms(table)]
     if not for_all_rows:
         return weights
-    shape = [math.prod(map(table.size, table.atoms(axis))) for axis in use.rows]
+    shape = [math.prod(map(table.size, table.atoms(axis))) for axis in use.axes.rows]
     every = jnp.ones(shape, bool) if weights is None else weights
     for mask in for_all_rows:
         every = _both(every, mask)
@@ -276,8 +277,8 @@ def own_axes(table: AxisTable, use: Use) -> set[int]:
     """The row axes along which an elementwise use has elements of the parameter."""
     if not use.kind.elementwise or use.kind.reads.contracts:
         return set()
-    shape = use.eqn.invars[use.operand].aval.shape
-    lead = len(use.rows) - len(shape)
+    shape = use.at.eqn.invars[use.at.operand].aval.shape
+    lead = len(use.axes.rows) - len(shape)
     if use.view.axes is None:
         return {d + lead for d, size in enumerate(shape) if size > 1}
     return {

@@ -18,6 +18,7 @@ from jaxkfac.interception._kind import Data, Use, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
 from jaxkfac.interception._views import reversal
 from jaxkfac.interception.values._axes import Atoms, AxisTable, fresh, merge
+from jaxkfac.interception.values._use_site import Scope, UseAxes, UseSite
 from jaxkfac.interception.values._values import (
     Combined,
     Constant,
@@ -45,7 +46,7 @@ _KEEPS_PRODUCT = frozenset(
 
 def without_product(value: Value) -> Value:
     """The value without its product, so that no bias is joined to it."""
-    if isinstance(value, Data) and value.product is not None:
+    if isinstance(value, Data) and value.product:
         return Data(value.number, value.axes)
     return value
 
@@ -107,13 +108,13 @@ def _reshaped_product(
 
 
 MODIFIED = "is carried through `scan` and modified"
-Scope = tuple[int, ...]  # identities of the scans and branches around an equation
+Scans = tuple[int, ...]  # identities of the scans and branches around an equation
 Interpreted = tuple[list[Value], Plan]
-Interpret = Callable[[Jaxpr, Sequence[ArrayLike], Sequence[Value], Scope], Interpreted]
+Interpret = Callable[[Jaxpr, Sequence[ArrayLike], Sequence[Value], Scans], Interpreted]
 
 
 def interpret_scan(
-    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scans: Scans
 ) -> Interpreted:
     """The results of a scan, and the plan for its body."""
     body, consts = body_of(eqn)
@@ -131,7 +132,7 @@ def interpret_scan(
     while True:  # a carry that becomes data may make another one data in the next iteration
         findings = dict(facts.findings)
         inside = [*map(without_product, ins[:nc]), *carry, *xs]
-        outs, plan = interpret(body, consts, inside, (*scope, scan))
+        outs, plan = interpret(body, consts, inside, (*scans, scan))
         unchanged = [body.outvars[k] is body.invars[nc + k] for k in range(nk)]
         grown = [
             _join(facts, before, after, unchanged=is_unchanged)
@@ -143,7 +144,7 @@ def interpret_scan(
         carry, facts.findings = grown, findings
     for k, (before, after) in enumerate(zip(ins[nc : nc + nk], carry, strict=True), start=nc):
         if isinstance(before, View) and isinstance(after, Data):
-            plan.entries[k] = _start_of(eqn, k, before, after, scope)
+            plan.entries[k] = _start_of(eqn, k, before, after, scans)
         elif isinstance(before, Parameter) and isinstance(after, Data):
             facts.report(before, MODIFIED)
     facts.closed_in.update(p for v in outs if isinstance(v, Data) for p in v.products)
@@ -158,16 +159,17 @@ def _begun(value: Value) -> Value:
     return dataclasses.replace(value, products=frozenset()) if isinstance(value, Data) else value
 
 
-def _start_of(eqn: Eqn, operand: int, view: View, carry: Data, scope: Scope) -> Use:
+def _start_of(eqn: Eqn, operand: int, view: View, carry: Data, scans: Scans) -> Use:
     """The use of a learned initial state, which is placed beside data once, like a class token."""
     kind = kind_reading("add")
     assert kind is not None
     # The carry's axes show whether the parameter is repeated for each example or is one value that
     # the loop modifies; see ``_examples``.
-    use = Use(kind, copy_like(eqn.invars[operand]), 0, view, scope, data=carry, rows=carry.axes)
-    use.where = (MODIFIED, id(eqn), operand, scope)
-    kind.place(use, carry.axes)
-    return use
+    start = UseSite(
+        copy_like(eqn.invars[operand]), 0, Scope(scans, (MODIFIED, id(eqn), operand, scans))
+    )
+    use = Use(kind, view, start, carry, UseAxes(rows=carry.axes))
+    return kind.with_result(use, carry.axes)
 
 
 def _slice_of(facts: Facts, value: Value, scan: int, length: int) -> Value:
@@ -274,17 +276,17 @@ def _stacked(facts: Facts, value: Value, length: int) -> Value:
 
 
 def interpret_cond(
-    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scans: Scans
 ) -> Interpreted:
     """The results of a cond, and a plan whose calls are the plans for its branches."""
     index, *operands = map(without_product, ins)
     branches = []
     for body, consts in bodies_of(eqn):
-        # Each branch has a scope of its own, because what one branch reads of an input does not
+        # Each branch has a scans of its own, because what one branch reads of an input does not
         # count in another.
         branch = len(facts.scanned) + 1
         facts.scanned[branch] = ()
-        branches.append(interpret(body, consts, operands, (*scope, branch)))
+        branches.append(interpret(body, consts, operands, (*scans, branch)))
     plan = Plan(bodies_of(eqn)[0][0], [], calls={k: p for k, (_, p) in enumerate(branches)})
     results = zip(*[outs for outs, _ in branches], strict=True)
     return [
@@ -312,7 +314,7 @@ def _any_of(facts: Facts, eqn: Eqn, values: Sequence[Value], shape: tuple[int, .
 
 
 def interpret_shard_map(
-    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scope: Scope
+    facts: Facts, interpret: Interpret, eqn: Eqn, ins: Sequence[Value], scans: Scans
 ) -> Interpreted:
     """The results of a shard_map, and the plan for its body."""
     body, consts = body_of(eqn)
@@ -329,7 +331,7 @@ def interpret_shard_map(
             )
             value = Data(facts.unique(), axes)
         inside.append(value)
-    outs, plan = interpret(body, consts, inside, scope)
+    outs, plan = interpret(body, consts, inside, scans)
     results = [  # an axis that is a shard inside is a full axis outside, and which one is unknown
         Data(facts.unique(), fresh(facts.table, v.aval.shape))
         if isinstance(o, Data)

@@ -1,5 +1,6 @@
 """Trace a function once and find its layers."""
 
+import collections
 import dataclasses
 import inspect
 import math
@@ -87,8 +88,7 @@ def trace(
     lost = [*lost, *cut, *partial, *recomputed]
     missing = {f.path for f in (*analysis.findings, *lost) if f.fatal}
     uses = [u for u in uses if not (u.view.history.function and u.view.source.path in missing)]
-    _mark_features(analysis, uses, num_outputs=num_outputs)
-    found_layers, notes = group_uses(
+    found_layers, notes, tapped = group_uses(
         analysis.table,
         uses,
         max_dense=max_dense,
@@ -96,6 +96,7 @@ def trace(
         pattern=layers,
         scale_blocks=scale_blocks,
     )
+    analysis.plan.replace_uses(_with_features(analysis, uses, tapped, num_outputs=num_outputs))
     findings = [*analysis.findings, *lost, *notes]
     covered_paths = {
         matrix.path for layer in found_layers for matrix in (layer.weight, layer.bias) if matrix
@@ -148,8 +149,10 @@ def trace(
     return dataclasses.replace(traced, table=table)
 
 
-def _mark_features(analysis: Analysis, uses: list[Use], *, num_outputs: int) -> None:
-    """Set ``Use.features``: the axes of an elementwise use's result that are features.
+def _with_features(
+    analysis: Analysis, uses: list[Use], tapped: dict[Use, Use], *, num_outputs: int
+) -> dict[Use, Use]:
+    """The tapped uses, now with their ``features``: axes of the result that are features.
 
     These are the axes that a product takes in or gives out, and the last axis of an output. An axis
     that is also an axis of a product's rows, or another axis of an output, counts as positions (the
@@ -164,7 +167,7 @@ def _mark_features(analysis: Analysis, uses: list[Use], *, num_outputs: int) -> 
         return {a for axis in axes for a in table.atoms(axis)}
 
     positions = atoms_of(axis for axes in outputs for axis in axes[: max(1, len(axes) - 1)])
-    positions |= atoms_of(axis for use in products for axis in use.rows)
+    positions |= atoms_of(axis for use in products for axis in use.axes.rows)
     features = atoms_of(axis for axes in outputs for axis in axes[1:][-1:])
     features |= atoms_of(axis for use in products for axis in use.kind.contracted(use))
 
@@ -173,13 +176,17 @@ def _mark_features(analysis: Analysis, uses: list[Use], *, num_outputs: int) -> 
         # before the square, and positions are not.
         return a not in positions and (a in features or "feature" in table.kinds(a))
 
-    for use in uses:
-        if use.kind.elementwise and not use.whole_examples:
-            use.features = tuple(
-                d
-                for d, axis in enumerate(use.result)
-                if (atoms := table.atoms(axis)) and all(map(is_feature, atoms))
-            )
+    def featured(use: Use) -> Use:
+        if not use.kind.elementwise or use.elements.whole_examples:
+            return use
+        features = tuple(
+            d
+            for d, axis in enumerate(use.axes.result)
+            if (atoms := table.atoms(axis)) and all(map(is_feature, atoms))
+        )
+        return dataclasses.replace(use, elements=use.elements._replace(features=features))
+
+    return {use: featured(with_layers) for use, with_layers in tapped.items()}
 
 
 def trace_marked(traced: Traced, params: ArrayTree, *args: Any, **finding: Any) -> Traced:
@@ -216,12 +223,16 @@ def trace_marked(traced: Traced, params: ArrayTree, *args: Any, **finding: Any) 
 
 def _refuse_encoded_parts(uses: Sequence[Use], encoded: frozenset[str]) -> None:
     """Refuse an encoded parameter in one value with others, which would get no gradient."""
+    beside = collections.defaultdict(set)
     for use in uses if encoded else ():
-        paths = {joined_use.view.source.path for joined_use in use.parts}
-        further = sorted(paths - {use.view.source.path})
-        if further and use.view.source.path in encoded:
+        if use.kind.covered and not use.view.source.computed_from:
+            beside[use.at.scope].add(use.view.source.path)
+    for use in uses if encoded else ():
+        path = use.view.source.path
+        further = sorted(beside[use.at.scope] - {path})
+        if further and path in encoded:
             raise UncoveredParameterError(
-                f"parameter {use.view.source.path!r} is held as NF4, which only the product of a dense "
+                f"parameter {path!r} is held as NF4, which only the product of a dense "
                 f"layer can read, and is added to, or stands in one array with, {further[0]!r}: "
                 "keep this parameter in full precision"
             )

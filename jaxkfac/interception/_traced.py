@@ -255,7 +255,7 @@ class Traced:
         table, axes = self.analysis.table, self.output_axes(mark) or ()
         example_atoms = {a for axis in axes[:1] for a in table.atoms(axis)}
         for use in leading_to(self.analysis.plan, mark)[0]:
-            rows = {a for axis in use.rows for a in table.atoms(axis)}
+            rows = {a for axis in use.axes.rows for a in table.atoms(axis)}
             # Such a row belongs to several examples, and one backward pass for all of them would
             # add up their cotangents there.
             if example_atoms and use.data is not None and not example_atoms <= rows:

@@ -35,9 +35,9 @@ def matrix_of(
             atoms.append(1)
         stack += axis_positions
         stacked.update(axis_positions)
-    inputs = {where[a] for axis in use.in_axes for a in own_axis(axis)}
+    inputs = {where[a] for axis in use.axes.inputs for a in own_axis(axis)}
     # A free axis that is read as experts is part of the stack, and no output any more.
-    outputs = {where[a] for axis in use.out_axes for a in own_axis(axis)} - stacked
+    outputs = {where[a] for axis in use.axes.outputs for a in own_axis(axis)} - stacked
     if use.kind.elementwise:
         outputs = set(range(len(sizes))) - stacked
     return ParameterMatrix(
@@ -87,16 +87,16 @@ def own_axes(table: AxisTable, view: View) -> Callable[[Atoms], Atoms]:
 def stack_of(use: Use, experts: str | None) -> tuple[tuple[int, Atoms], ...]:
     """Size and atoms of the stacked axes of a use in slot order; size 0 means: take the atoms'."""
     steps = [(c.size, c.atoms) for c in use.view.source.consumed]
-    steps += [(0, axis) for axis in use.batch_axes]
+    steps += [(0, axis) for axis in use.axes.stack]
     if reads_experts(use, experts):
-        steps.append((0, use.out_axes[0]))
+        steps.append((0, use.axes.outputs[0]))
     return tuple(steps)
 
 
 def reads_experts(use: Use, experts: str | None) -> bool:
     """Whether the first free axis is a stack, according to the caller's pattern."""
     # With a single free axis there would be no outputs left beside the experts.
-    if not experts or not use.kind.reads.experts or use.batch_axes or len(use.out_axes) < 2:
+    if not experts or not use.kind.reads.experts or use.axes.stack or len(use.axes.outputs) < 2:
         return False
     return re.fullmatch(experts, use.view.source.path) is not None
 
@@ -171,7 +171,8 @@ def grouped(
 
 
 def _same_operand(first: Use, second: Use) -> bool:
-    return (first.where, first.operand, first.scope) == (second.where, second.operand, second.scope)
+    one, other = first.at, second.at
+    return (one.operand, one.scope) == (other.operand, other.scope)
 
 
 def without_overlaps(blocks: list[UseGroup]) -> tuple[list[UseGroup], list[CoverageNote]]:

@@ -7,21 +7,20 @@ from jaxkfac._jaxpr_compat import Eqn, is_complex, is_layer
 from jaxkfac.interception._kind import Data, Kind, Use, Value, kind_named, kind_reading
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception.values._axes import AxisTable, fresh
+from jaxkfac.interception.values._use_site import Scope, UseSite
 from jaxkfac.interception.values._values import (
     Combined,
     Constant,
     Consumed,
     Parameter,
-    Source,
     View,
+    ViewSource,
     traced_indices_in,
     views_in,
 )
 
 
-def uses_of(
-    table: AxisTable, eqn: Eqn, ins: Sequence[Value], scope: tuple[int, ...]
-) -> list[Use] | str:
+def uses_of(table: AxisTable, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> list[Use] | str:
     """The uses in an equation that reads at least one view and some data.
 
     Returns:
@@ -75,9 +74,7 @@ def uses_of(
 BEHIND = "reparameterised"  # the kind of a parameter behind such a weight
 
 
-def uses_in(
-    facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: tuple[int, ...]
-) -> list[Use] | str:
+def uses_in(facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> list[Use] | str:
     """The uses in an equation that reads at least one parameter and some data.
 
     Returns:
@@ -89,9 +86,7 @@ def uses_in(
     return _seen_or_computed(facts, eqn, ins, scope)
 
 
-def _uses_of_each(
-    facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: tuple[int, ...]
-) -> list[Use]:
+def _uses_of_each(facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> list[Use]:
     """The uses in a layer that its user named, of each parameter by itself.
 
     A parameter that the kind of the layer refuses is reported, and the others keep their uses.
@@ -116,7 +111,7 @@ def _uses_of_each(
 
 
 def _seen_or_computed(
-    facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: tuple[int, ...]
+    facts: Facts, eqn: Eqn, ins: Sequence[Value], scope: Scope
 ) -> list[Use] | str:
     """Uses of the parameters that are seen, and of the weights that are computed from some."""
     kind, visible = kind_reading(eqn.primitive.name), list(map(_without_hidden, ins))
@@ -137,7 +132,7 @@ def _seen_or_computed(
     data = next(v for v in ins if isinstance(v, Data))
     unseen = kind_named(BEHIND)
     views = [(k, facts.parameters[path]) for k, path in behind]
-    return uses + [Use(unseen, eqn, k, view, scope, data=data) for k, view in views]
+    return uses + [Use(unseen, view, UseSite(eqn, k, scope), data) for k, view in views]
 
 
 def _hidden(value: Value) -> tuple[str, ...]:
@@ -161,9 +156,7 @@ def _is_computed(value: Value) -> bool:
     return all(view.history.function or view.axes is None for view in views_in(value))
 
 
-def _weight(
-    facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int, scope: tuple[int, ...]
-) -> list[Use]:
+def _weight(facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int, scope: Scope) -> list[Use]:
     """The uses of a weight as a layer of its own; empty if it cannot be one."""
     value, kind = ins[position], kind_reading(eqn.primitive.name)
     traced_indices = traced_indices_in([value])
@@ -174,7 +167,7 @@ def _weight(
         return []
     table, paths = facts.table, _paths(value)
     weight_axes = fresh(table, eqn.invars[position].aval.shape, "parameter")
-    scans = [scan for scan in scope if ("scan", scan) in traced_indices]
+    scans = [scan for scan in scope.scans if ("scan", scan) in traced_indices]
     stack = [fresh(table, (facts.lengths[scan],), "parameter")[0] for scan in scans]
     steps = tuple(
         Consumed(facts.lengths[scan], atoms, ("scan", scan))
@@ -182,7 +175,7 @@ def _weight(
     )
     largest = max(paths, key=lambda path: _size(facts, path))
     axes = (*stack, *weight_axes)
-    source = Source(f"{largest}@effective", axes, axes, consumed=steps, computed_from=paths)
+    source = ViewSource(f"{largest}@effective", axes, axes, consumed=steps, computed_from=paths)
     new = View(value.number, 0, source, weight_axes)
     view = facts.computed.setdefault((value.number, tuple(scans)), new)
     uses = kind.find(table, eqn, [*ins[:position], view, *ins[position + 1 :]], [position], scope)

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception import LayerVjp, Use, register_kind, reversal
-from jaxkfac.interception.values import Atoms, Axes, AxisTable
+from jaxkfac.interception.values import (
+    Atoms,
+    Axes,
+    AxisTable,
+    Scope,
+    UseAxes,
+    UseSite,
+)
 from jaxkfac.kinds import _moments
 from jaxkfac.kinds._both_sides import Arrays, BothSides
 from jaxkfac.kinds._patches import KernelOrder, over_patches, patches_of, summed_patches
@@ -44,7 +51,7 @@ class Convolution(TwoSided):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         (position,) = positions
         view, p = ins[position], eqn.params
@@ -70,32 +77,35 @@ class Convolution(TwoSided):
             return (
                 f"has outputs that do not split into the {groups} groups of `conv_general_dilated`"
             )
-        use = Use(self, eqn, position, view, scope, data=ins[0])
-        use.in_axes = (channels, *spatial)
         # Groups are blocks of their own: no patch of one group meets a kernel of another.
-        use.batch_axes = tuple((a,) for a in table.atoms(group_axes[0]))
-        use.out_axes = (group_axes[1],)
-        use.detail = KernelOrder(
-            tuple(table.size(a) for a in table.atoms(group_axes[0])),
-            tuple(o == "whole" for o in order),
+        group_atoms = table.atoms(group_axes[0])
+        axes = UseAxes(
+            inputs=(channels, *spatial),
+            outputs=(group_axes[1],),
+            stack=tuple((a,) for a in group_atoms),
         )
-        return [use]
+        kernel_order = KernelOrder(
+            tuple(map(table.size, group_atoms)), tuple(o == "whole" for o in order)
+        )
+        at = UseSite(eqn, position, scope)
+        return [Use(self, view, at, ins[0], axes, detail=kernel_order)]
 
-    def place(self, use: Use, axes: Axes) -> None:
-        numbers = use.eqn.params["dimension_numbers"]
-        use.rows = tuple(axes[d] for d in (numbers.out_spec[0], *numbers.out_spec[2:]))
+    def with_result(self, use: Use, axes: Axes) -> Use:
+        numbers = use.at.eqn.params["dimension_numbers"]
+        rows = tuple(axes[d] for d in (numbers.out_spec[0], *numbers.out_spec[2:]))
+        return dataclasses.replace(use, axes=use.axes._replace(rows=rows))
 
     def product_axes(self, use: Use, ndim: int) -> tuple[Atoms | None, ...]:
         out: list[Atoms | None] = [None] * ndim
-        channels = tuple(a for axis in (*use.batch_axes, *use.out_axes) for a in axis)
-        out[use.eqn.params["dimension_numbers"].out_spec[1]] = channels
+        channels = tuple(a for axis in (*use.axes.stack, *use.axes.outputs) for a in axis)
+        out[use.at.eqn.params["dimension_numbers"].out_spec[1]] = channels
         return tuple(out)
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        p = use.eqn.params
+        p = use.at.eqn.params
         keys = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
-        inputs = [place(a) for a in use.in_axes]
-        kernel = use.eqn.invars[1].aval.shape
+        inputs = [place(a) for a in use.axes.inputs]
+        kernel = use.at.eqn.invars[1].aval.shape
         # The kernel's size is part of how the signal is read: convolutions of 1 and 3 points with
         # the same strides read other patches.
         sizes = [kernel[d] for d in p["dimension_numbers"].rhs_spec[1:]]
@@ -116,7 +126,7 @@ class Convolution(TwoSided):
         # The split of the channels into groups moves the axes behind them.
         rows = tuple(d + groups if d > channels else d for d in (examples, *spatial))
         batch = tuple(range(channels, channels + groups))
-        return Rows(x, rows, batch, ((channels + groups, use.out_axes[0]),))
+        return Rows(x, rows, batch, ((channels + groups, use.axes.outputs[0]),))
 
     def over_input_rows(
         self, vjp: LayerVjp, statistic: Callable[[Rows, ArrayOrShape | None], Any]
@@ -135,11 +145,11 @@ class Convolution(TwoSided):
         """The two sides; patches are formed from the signal for one chunk of examples at a time."""
         numbers = vjp.site.eqn.params["dimension_numbers"]
         first = (numbers.lhs_spec[0], numbers.out_spec[0], 0)
-        kernel, lead = vjp.operands[1], len(vjp.use.rows)
+        kernel, lead = vjp.operands[1], len(vjp.use.axes.rows)
         # Only examples are rows while chunks are cut: the positions of signal and outputs differ in
         # number.
-        example_rows = dataclasses.replace(vjp.use, rows=vjp.use.rows[:1])
-        alone = dataclasses.replace(vjp, use=example_rows)
+        example_rows = vjp.use.axes._replace(rows=vjp.use.axes.rows[:1])
+        alone = dataclasses.replace(vjp, use=dataclasses.replace(vjp.use, axes=example_rows))
 
         def examples_first(x: ArrayOrShape, axis: int) -> ArrayOrShape:
             """Move the batch axis first and split it into examples and the rest of its entries."""

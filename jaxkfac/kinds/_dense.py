@@ -8,8 +8,23 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, is_complex
-from jaxkfac.interception import LayerVjp, Reads, Use, broadcast_axes, kind_named, register_kind
-from jaxkfac.interception.values import Atoms, Axes, AxisTable
+from jaxkfac.interception import (
+    Kind,
+    LayerVjp,
+    Reads,
+    Use,
+    broadcast_axes,
+    kind_named,
+    register_kind,
+)
+from jaxkfac.interception.values import (
+    Atoms,
+    Axes,
+    AxisTable,
+    Scope,
+    UseAxes,
+    UseSite,
+)
 from jaxkfac.kinds._rows import Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
 
@@ -43,7 +58,7 @@ class Dense(TwoSided):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         (position,) = positions
         view, data = ins[position], ins[1 - position]
@@ -65,45 +80,49 @@ class Dense(TwoSided):
             return problem
         mine = {*contract[position], *batch[position]}
         theirs = {*contract[1 - position], *_stacked(batch[1 - position], rows)}
-        use = Use(self, eqn, position, view, scope, data=data, detail=SharedRows(rows))
-        use.in_axes = tuple(view.axes[d] for d in contract[position])
-        use.batch_axes = tuple(view.axes[d] for d in _stacked(batch[position], rows))
-        use.out_axes = tuple(a for d, a in enumerate(view.axes) if d not in mine)
-        use.rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
+        axes = UseAxes(
+            inputs=tuple(view.axes[d] for d in contract[position]),
+            outputs=tuple(a for d, a in enumerate(view.axes) if d not in mine),
+            stack=tuple(view.axes[d] for d in _stacked(batch[position], rows)),
+            rows=tuple(a for d, a in enumerate(data.axes) if d not in theirs),
+        )
+        kind: Kind = self
         if is_complex(eqn.outvars[0]):  # each row is two: a real and an imaginary part
-            use.kind, use.rows = kind_named("complex"), (*use.rows, table.new(2, "feature"))
-        return [use]
+            kind = kind_named("complex")
+            axes = axes._replace(rows=(*axes.rows, table.new(2, "feature")))
+        at = UseSite(eqn, position, scope)
+        return [Use(kind, view, at, data, axes, detail=SharedRows(rows))]
 
     def contracted(self, use: Use) -> Axes:
-        contract, _ = use.eqn.params["dimension_numbers"]
+        contract, _ = use.at.eqn.params["dimension_numbers"]
         assert use.data is not None
-        return tuple(use.data.axes[d] for d in contract[1 - use.operand])
+        return tuple(use.data.axes[d] for d in contract[1 - use.at.operand])
 
     def product_axes(self, use: Use, ndim: int) -> tuple[Atoms | None, ...]:
-        shared = use.eqn.params["dimension_numbers"][1][0]
-        stack = iter(use.batch_axes)
+        shared = use.at.eqn.params["dimension_numbers"][1][0]
+        stack = iter(use.axes.stack)
         batch = [None if k in use.detail.row_batch else next(stack) for k in range(len(shared))]
         # Rows that are shared axes come first in the result, among the stack.
-        rows: list[Atoms | None] = [None] * (len(use.rows) - len(use.detail.row_batch))
-        free: list[Atoms | None] = list(use.out_axes)
-        return (*batch, *(rows + free if use.operand == 1 else free + rows))
+        rows: list[Atoms | None] = [None] * (len(use.axes.rows) - len(use.detail.row_batch))
+        free: list[Atoms | None] = list(use.axes.outputs)
+        return (*batch, *(rows + free if use.at.operand == 1 else free + rows))
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        contract, batch = use.eqn.params["dimension_numbers"]
-        data_operand = 1 - use.operand
+        contract, batch = use.at.eqn.params["dimension_numbers"]
+        data_operand = 1 - use.at.operand
         theirs = sorted(
             # Sorted by the place in the parameter: `x @ w` and a transposed product that contracts
             # the same axes in another order read the same rows.
             (place(axis), d)
-            for axis, d in zip(use.in_axes, contract[data_operand], strict=True)
+            for axis, d in zip(use.axes.inputs, contract[data_operand], strict=True)
         )
         return repr(([d for _, d in theirs], _stacked(batch[data_operand], use.detail.row_batch)))
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         contract, shared = vjp.site.eqn.params["dimension_numbers"]
         x, use = vjp.data, vjp.use
-        data_operand = 1 - use.operand
-        features = sorted(zip(contract[data_operand], use.in_axes, strict=True))
+        data_operand = 1 - use.at.operand
+        features = sorted(zip(contract[data_operand], use.axes.inputs, strict=True))
         batch = _stacked(shared[data_operand], use.detail.row_batch)
         not_rows = {*contract[data_operand], *batch}
         rows = tuple(d for d in range(x.ndim) if d not in not_rows)
@@ -111,13 +130,17 @@ class Dense(TwoSided):
 
     def outputs(self, vjp: LayerVjp) -> Rows:
         use, (contract, shared) = vjp.use, vjp.site.eqn.params["dimension_numbers"]
-        data_operand, num_batch, num_free = 1 - use.operand, len(shared[0]), len(use.out_axes)
-        num_rows = len(use.rows) - len(use.detail.row_batch)
-        first_free = num_batch + (num_rows if use.operand == 1 else 0)
-        first_row = num_batch + (0 if use.operand == 1 else num_free)
-        free = [(first_free + i, axis) for i, axis in enumerate(use.out_axes)]
+        data_operand, num_batch, num_free = (
+            1 - use.at.operand,
+            len(shared[0]),
+            len(use.axes.outputs),
+        )
+        num_rows = len(use.axes.rows) - len(use.detail.row_batch)
+        first_free = num_batch + (num_rows if use.at.operand == 1 else 0)
+        first_row = num_batch + (0 if use.at.operand == 1 else num_free)
+        free = [(first_free + i, axis) for i, axis in enumerate(use.axes.outputs)]
         batch = list(_stacked(range(num_batch), use.detail.row_batch))
-        if use.free_stack:
+        if use.axes.free_stack:
             # The experts are the parameter's first free axis: they read one input, and have a G
             # each.
             batch.append(free.pop(0)[0])
@@ -125,7 +148,7 @@ class Dense(TwoSided):
         at = {shared[data_operand][k]: k for k in use.detail.row_batch}
         plain = iter(range(first_row, first_row + num_rows))
         not_rows = {*contract[data_operand], *_stacked(shared[data_operand], use.detail.row_batch)}
-        axes = [d for d in range(len(use.rows) + len(not_rows)) if d not in not_rows]
+        axes = [d for d in range(len(use.axes.rows) + len(not_rows)) if d not in not_rows]
         rows = tuple(at[d] if d in at else next(plain) for d in axes)
         return Rows(vjp.cotangent, rows, tuple(batch), tuple(free))
 
@@ -164,7 +187,7 @@ class ComplexDense(Dense):
 
 def _without_parts(use: Use) -> Use:
     """The use with one row in place of its two parts."""
-    return dataclasses.replace(use, rows=use.rows[:-1])
+    return dataclasses.replace(use, axes=use.axes._replace(rows=use.axes.rows[:-1]))
 
 
 def _in_parts(rows: Rows, real: Any, imaginary: Any) -> Rows:

@@ -10,12 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, bind
-from jaxkfac.interception import Data, Kind, LayerVjp, Reads, Use, register_kind
+from jaxkfac.interception import (
+    Data,
+    ElementDetail,
+    Kind,
+    LayerVjp,
+    Reads,
+    Use,
+    register_kind,
+)
 from jaxkfac.interception.values import (
     Atoms,
     Axes,
     AxisTable,
+    Scope,
     Statistic,
+    UseAxes,
+    UseSite,
     View,
     cuts_of,
     entry,
@@ -56,8 +67,8 @@ class Elementwise(Kind):
     rank = 2
     reads = Reads(complex=True)
 
-    def place(self, use: Use, axes: Axes) -> None:
-        use.result = axes
+    def with_result(self, use: Use, axes: Axes) -> Use:
+        return dataclasses.replace(use, axes=use.axes._replace(result=axes))
 
     def gradient(self, vjp: LayerVjp) -> ArrayOrShape:
         """The parameter's gradient at each position, before any sum."""
@@ -91,7 +102,7 @@ class Elementwise(Kind):
             lead = gradient.ndim - len(shape)
             # Features that share an element are summed before the square: a position has one
             # gradient, and counts once whatever their number (docs/conventions.md).
-            shared = tuple(d for d in use.features if d < lead or shape[d - lead] == 1)
+            shared = tuple(d for d in use.elements.features if d < lead or shape[d - lead] == 1)
             gradient = gradient.sum(shared, keepdims=True)
             ones = ones.max(shared, keepdims=True)
             at_positions = ElementSquares(ones, jnp.square(gradient))
@@ -124,7 +135,7 @@ def gradients_by_example(
     parameter_dims = [d for d in range(gradient.ndim) if d >= lead and shape[d - lead] != 1]
     rows = tuple(d for d in range(gradient.ndim) if d not in parameter_dims)
     side = Rows(gradient, rows, (), tuple((d, ()) for d in parameter_dims))
-    axes = [vjp.use.result[d] for d in rows]
+    axes = [vjp.use.axes.result[d] for d in rows]
     x = by_example(vjp, side, axes, examples).sum(1, dtype=like.dtype)
     return jnp.moveaxis(x.reshape(x.shape[0], *shape), 0, -1)
 
@@ -151,7 +162,7 @@ class Bias(Elementwise):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         if eqn.primitive.name == "select_n" and 0 in positions:
             return "is the predicate of `select_n`"
@@ -161,22 +172,19 @@ class Bias(Elementwise):
         return vjp.cotangent
 
     def _insertion(
-        self, table: AxisTable, eqn: Eqn, ins: Sequence[Any], position: int, scope: tuple[int, ...]
+        self, table: AxisTable, eqn: Eqn, ins: Sequence[Any], position: int, scope: Scope
     ) -> Use:
-        use, name = Use(self, eqn, position, ins[position], scope), eqn.primitive.name
+        view, at, name = ins[position], UseSite(eqn, position, scope), eqn.primitive.name
         rank = len(eqn.outvars[0].aval.shape)
         data = next((v for v in ins if isinstance(v, Data) and len(v.axes) == rank), None)
         # Other equations place the parameter in rows of its own, which always exist.
         if name not in ("add", "add_any", "sub", "select_n") or data is None:
-            return use
-        use.data, use.rows = data, data.axes
+            return Use(self, view, at)
         # Not `sub`: a column of ones in A stands for a bias that is added.
-        if name in ("add", "add_any") and data.product is not None:
-            its = (
-                p for p in data.product.parts if _is_its_bias(table, use.view, data.product_axes, p)
-            )
-            use.join = next(its, None)
-        return use
+        products = data.product if name in ("add", "add_any") else ()
+        its = (p for p in products if _is_its_bias(table, view, data.product_axes, p))
+        axes, elements = UseAxes(rows=data.axes), ElementDetail(joint=next(its, None))
+        return Use(self, view, at, data, axes, elements)
 
 
 def _is_its_bias(
@@ -241,21 +249,22 @@ class Scale(Elementwise):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         (position,) = positions
         data = ins[1 - position]
-        return [Use(self, eqn, position, ins[position], scope, data=data, rows=data.axes)]
+        at, axes = UseSite(eqn, position, scope), UseAxes(rows=data.axes)
+        return [Use(self, ins[position], at, data, axes)]
 
     def gradient(self, vjp: LayerVjp) -> ArrayOrShape:
         use, data, cotangent = vjp.use, vjp.data, vjp.cotangent
-        if use.eqn.primitive.name == "mul":
+        if use.at.eqn.primitive.name == "mul":
             return cotangent * data.astype(cotangent.dtype)
 
         def of_parameter(x: ArrayOrShape) -> ArrayOrShape:
-            return bind(use.eqn)(*((x, data) if use.operand == 0 else (data, x)))
+            return bind(use.at.eqn)(*((x, data) if use.at.operand == 0 else (data, x)))
 
-        parameter = vjp.operands[use.operand]
+        parameter = vjp.operands[use.at.operand]
         derivative = jax.jvp(of_parameter, [parameter], [jnp.ones_like(parameter)])[1]
         return cotangent * derivative.astype(cotangent.dtype)
 
@@ -283,12 +292,12 @@ class Reparameterised(Elementwise):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         return "is behind a weight that is computed from it"
 
-    def place(self, use: Use, axes: Axes) -> None:
-        use.rows = use.result = axes
+    def with_result(self, use: Use, axes: Axes) -> Use:
+        return dataclasses.replace(use, axes=use.axes._replace(rows=axes, result=axes))
 
 
 # ---------------- parameters that no other kind covers
@@ -308,6 +317,6 @@ class Uncovered(Elementwise):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         return "is covered by a second pass only"

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, cast_varying, is_var
 from jaxkfac.interception import LayerVjp, Lookup, Reads, Use, register_kind
-from jaxkfac.interception.values import Atoms, AxisTable
+from jaxkfac.interception.values import (
+    Atoms,
+    AxisTable,
+    Scope,
+    UseAxes,
+    UseSite,
+)
 from jaxkfac.kinds._both_sides import BasisSquares, Gradients, LowRankMatrices, Scores
 from jaxkfac.kinds._moments import InputMoments, Moment, Products
 from jaxkfac.kinds._rows import (
@@ -108,7 +114,7 @@ class Embedding(TwoSided):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         (position,) = positions
         view = ins[position]
@@ -122,15 +128,15 @@ class Embedding(TwoSided):
         # An index into joined tables does not say which of them it reads.
         if any(view.axes[axis] == j.array_axis for j in view.joins):
             return "is one of the tables that are joined before `gather`"
-        use = Use(self, eqn, position, view, scope, data=ins[1])
-        use.in_axes = (view.axes[axis],)
-        use.out_axes = (*view.axes[:axis], *view.axes[axis + 1 :])
-        # The last axis of the indices is the index itself.
-        use.rows = tuple(ins[1].axes[:-1])
-        return [use]
+        axes = UseAxes(
+            inputs=(view.axes[axis],),
+            outputs=(*view.axes[:axis], *view.axes[axis + 1 :]),
+            rows=tuple(ins[1].axes[:-1]),  # the last axis of the indices is the index itself
+        )
+        return [Use(self, view, UseSite(eqn, position, scope), ins[1], axes)]
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        eqn, lookup = use.eqn, _lookup(use.eqn)
+        eqn, lookup = use.at.eqn, _lookup(use.at.eqn)
         shapes = tuple(v.aval.shape for v in eqn.invars if is_var(v))
         # The same indices count the rows of tables of other lengths, and the mode decides what one
         # out of range counts.
@@ -148,10 +154,10 @@ class Embedding(TwoSided):
             cotangent = cotangent.squeeze(unit_axis)
             offset = [d - (d > unit_axis) for d in offset]
         rows = tuple(d for d in range(cotangent.ndim) if d not in offset)
-        return Rows(cotangent, rows, (), tuple(zip(offset, vjp.use.out_axes, strict=True)))
+        return Rows(cotangent, rows, (), tuple(zip(offset, vjp.use.axes.outputs, strict=True)))
 
     def input_moments(self, vjp: LayerVjp, like: InputMoments, products: Products) -> InputMoments:
-        eqn, weights = vjp.use.eqn, vjp.weights
+        eqn, weights = vjp.use.at.eqn, vjp.weights
         table, indices = vjp.operands[0], _lookup(eqn).entries(eqn, vjp.operands)
         dtype = like.count.dtype
         ones = jnp.ones(indices.shape, dtype) if weights is None else weights.astype(dtype)
@@ -166,10 +172,10 @@ class Embedding(TwoSided):
     def both_sides(
         self, vjp: LayerVjp, examples: Atoms | None, stack: tuple[int, ...]
     ) -> TokenRows:
-        num_rows = len(vjp.use.rows)
+        num_rows = len(vjp.use.axes.rows)
         split = functools.partial(split_examples, vjp, num_rows=num_rows, examples=examples)
         g = aligned(vjp, self.output_rows(vjp), stack)
-        entries = _lookup(vjp.use.eqn).entries(vjp.use.eqn, vjp.operands)
+        entries = _lookup(vjp.use.at.eqn).entries(vjp.use.at.eqn, vjp.operands)
         return TokenRows(split(entries), split(g))
 
 

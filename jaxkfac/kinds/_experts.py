@@ -7,7 +7,14 @@ import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception import Data, LayerVjp, Reads, Use, register_kind
-from jaxkfac.interception.values import Atoms, Axes, AxisTable
+from jaxkfac.interception.values import (
+    Atoms,
+    Axes,
+    AxisTable,
+    Scope,
+    UseAxes,
+    UseSite,
+)
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, matrix_problem, order_problem, part_of_rows
 from jaxkfac.kinds._two_sided import TwoSided
 
@@ -40,7 +47,7 @@ class Gathered(TwoSided):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         (position,) = positions
         view, data = ins[position], ins[1 - position]
@@ -72,25 +79,26 @@ class Gathered(TwoSided):
         outputs = [d for d in axes.free if not is_row[d]]
         if not inputs or not outputs:
             return "is picked row by row and is no matrix"
-        use = Use(self, eqn, position, view, scope, data=data)
-        use.detail = _PickedRows(tuple(d for d in is_row if is_row[d]))
-        rows = [data.axes[d] for d in axes.rows_of_data(use.detail.row_axes)]
+        picked_rows = _PickedRows(tuple(d for d in is_row if is_row[d]))
+        rows = [data.axes[d] for d in axes.rows_of_data(picked_rows.row_axes)]
         # Rows that only the kernels have: several picks for one row of data, as in top-k routing.
         rows += [view.axes[d] for d in axes.free if is_row[d]]
         every = [a for axis in rows for a in table.atoms(axis)]
         # Otherwise it is not known which row of data a picked kernel multiplies.
         if any(every.count(a) != 1 for axis in view.picked.rows for a in table.atoms(axis)):
             return "is picked row by row, by indices that do not run along the rows of data"
-        use.rows = tuple(rows)
-        use.in_axes = tuple(view.axes[d] for d in inputs)
-        use.out_axes = tuple(view.axes[d] for d in outputs)
-        # The axis that was picked from comes first: the factors have an entry for each expert,
-        # although the equation itself has none.
-        use.batch_axes = (view.picked.axis, *(view.axes[d] for d in axes.shared if not is_row[d]))
-        return [use]
+        use_axes = UseAxes(
+            inputs=tuple(view.axes[d] for d in inputs),
+            outputs=tuple(view.axes[d] for d in outputs),
+            # The axis that was picked from comes first: the factors have an entry for each expert,
+            # although the equation itself has none.
+            stack=(view.picked.axis, *(view.axes[d] for d in axes.shared if not is_row[d])),
+            rows=tuple(rows),
+        )
+        return [Use(self, view, UseSite(eqn, position, scope), data, use_axes, detail=picked_rows)]
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes:
-        axes, data = _Axes.of(use.eqn, use.operand), use.data
+        axes, data = _Axes.of(use.at.eqn, use.at.operand), use.data
         assert data is not None and use.view.axes is not None
         shared = [data.axes[d] for d in axes.shared.values()]
         mine = [
@@ -98,32 +106,34 @@ class Gathered(TwoSided):
             for d in axes.free
         ]
         theirs = [data.axes[d] for d in axes.other_free]
-        return (*shared, *(theirs + mine if use.operand == 1 else mine + theirs))
+        return (*shared, *(theirs + mine if use.at.operand == 1 else mine + theirs))
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        axes, picked = _Axes.of(use.eqn, use.operand), use.view.picked
+        axes, picked = _Axes.of(use.at.eqn, use.at.operand), use.view.picked
         assert picked is not None
-        features = zip(use.in_axes, axes.inputs(use.detail.row_axes), strict=True)
+        features = zip(use.axes.inputs, axes.inputs(use.detail.row_axes), strict=True)
         theirs = [d for _, d in sorted((place(axis), d) for axis, d in features)]
         rows = axes.rows_of_data(use.detail.row_axes)
         # The indices are part of it: the same data picked by other indices gives other sums for
         # each expert.
-        return repr((theirs, rows, len(use.rows), picked.indices))
+        return repr((theirs, rows, len(use.axes.rows), picked.indices))
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         use, x = vjp.use, vjp.data
-        axes = _Axes.of(use.eqn, use.operand)
+        axes = _Axes.of(use.at.eqn, use.at.operand)
         rows = axes.rows_of_data(use.detail.row_axes)
-        more = range(x.ndim, x.ndim + len(use.rows) - len(rows))  # rows that only the kernels have
+        more = range(
+            x.ndim, x.ndim + len(use.axes.rows) - len(rows)
+        )  # rows that only the kernels have
         stacked = tuple(axes.shared[d] for d in axes.shared if d not in use.detail.row_axes)
-        features = sorted(zip(axes.inputs(use.detail.row_axes), use.in_axes, strict=True))
+        features = sorted(zip(axes.inputs(use.detail.row_axes), use.axes.inputs, strict=True))
         x = jnp.expand_dims(x, tuple(more))
         return _by_expert(vjp, Rows(x, (*rows, *more), stacked, tuple(features)))
 
     def output_rows(self, vjp: LayerVjp) -> Rows:
         use, cotangent = vjp.use, vjp.cotangent
-        axes = _Axes.of(use.eqn, use.operand)
-        mine, theirs = axes.in_result(use.operand)
+        axes = _Axes.of(use.at.eqn, use.at.operand)
+        mine, theirs = axes.in_result(use.at.operand)
         # In the result of `dot_general` shared axes come first, then the free ones of the left
         # operand, then those of the right.
         theirs |= {d: k for k, d in enumerate(axes.shared.values())}
@@ -136,12 +146,12 @@ class Gathered(TwoSided):
         rows += [mine[d] for d in axes.free if d in use.detail.row_axes]
         stacked = [k for k, d in enumerate(axes.shared) if d not in use.detail.row_axes]
         features = [mine[d] for d in axes.free if d not in use.detail.row_axes]
-        features = tuple(zip(features, use.out_axes, strict=True))
+        features = tuple(zip(features, use.axes.outputs, strict=True))
         side = Rows(cotangent, tuple(rows), tuple(stacked), features)
         return _by_expert(vjp, side).masked(vjp.weights)
 
     def reached(self, vjp: LayerVjp) -> ArrayOrShape:
-        table, rows, picked = vjp.table, vjp.use.rows, vjp.use.view.picked
+        table, rows, picked = vjp.table, vjp.use.axes.rows, vjp.use.view.picked
         assert picked is not None
         flat = [a for axis in rows for a in table.atoms(axis)]
         mine = [a for axis in picked.rows for a in table.atoms(axis)]
@@ -260,7 +270,7 @@ class Ragged(TwoSided):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         contract, batch = numbers.dot_dimension_numbers
@@ -280,29 +290,31 @@ class Ragged(TwoSided):
         if problem := problem or order_problem(table, view, view.axes or (), name):
             return problem
         group, inputs = numbers.rhs_group_dimensions[0], contract[1][0]
-        use = Use(self, eqn, 1, view, scope, data=data)
-        use.batch_axes, use.in_axes = (view.axes[group],), (view.axes[inputs],)
-        use.out_axes = tuple(a for d, a in enumerate(view.axes) if d not in (group, inputs))
-        use.rows = (data.axes[1 - contract[0][0]],)
-        use.detail = _Runs(ins[2].number)
-        return [use]
+        axes = UseAxes(
+            inputs=(view.axes[inputs],),
+            outputs=tuple(a for d, a in enumerate(view.axes) if d not in (group, inputs)),
+            stack=(view.axes[group],),
+            rows=(data.axes[1 - contract[0][0]],),
+        )
+        at = UseSite(eqn, 1, scope)
+        return [Use(self, view, at, data, axes, detail=_Runs(ins[2].number))]
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes:
-        return (use.rows[0], table.new(use.eqn.outvars[0].aval.shape[1], "feature"))
+        return (use.axes.rows[0], table.new(use.at.eqn.outvars[0].aval.shape[1], "feature"))
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
         # Experts with other group sizes read other rows. The sizes are compared by value number and
         # not by variable: a jitted function that is called twice has the same variables twice.
-        return repr((use.detail.sizes, use.eqn.params["ragged_dot_dimension_numbers"]))
+        return repr((use.detail.sizes, use.at.eqn.params["ragged_dot_dimension_numbers"]))
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         use = vjp.use
-        contract = use.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+        contract = use.at.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
         x = jnp.moveaxis(vjp.operands[0], contract[0][0], 1)
-        return _ragged_by_expert(x, vjp.operands, use.in_axes[0])
+        return _ragged_by_expert(x, vjp.operands, use.axes.inputs[0])
 
     def outputs(self, vjp: LayerVjp) -> Rows:
-        return _ragged_by_expert(vjp.cotangent, vjp.operands, vjp.use.out_axes[0])
+        return _ragged_by_expert(vjp.cotangent, vjp.operands, vjp.use.axes.outputs[0])
 
     def reached(self, vjp: LayerVjp) -> ArrayOrShape:
         return part_of_rows(vjp, Rows(_reached(vjp.operands), (1,), (0,), ())).x

@@ -63,7 +63,7 @@ class Products(NamedTuple):
 
         Args:
             side: The rows; those that do not exist are zero.
-            exists: Which rows exist, with the axes of ``use.rows``: only these are drawn.
+            exists: Which rows exist, with the axes of ``use.axes.rows``: only these are drawn.
         """
         num_drawn = self._number_drawn(side.number)
         if num_drawn == side.number:
@@ -225,7 +225,7 @@ def moments(
         # gradients.
         squares = jnp.square(side.x.astype(statistics_dtype(side.x.dtype)))
         sums = _summed(vjp, side, squares)
-    if use.free_stack and not lead:  # experts that share one input
+    if use.axes.free_stack and not lead:  # experts that share one input
         sums = jnp.broadcast_to(sums, like.data.shape)
     return Moment(sums, like.form)
 
@@ -252,9 +252,9 @@ def packs(uses: Sequence[Use], side: str) -> bool:
     """Whether a factor can be gathered in panels: each use has one feature axis and no experts."""
     return all(
         (side == "g" or getattr(u.kind, "packs_inputs", False))
-        and not u.batch_axes
-        and not u.free_stack
-        and len(u.in_axes if side == "a" else u.out_axes) == 1
+        and not u.axes.stack
+        and not u.axes.free_stack
+        and len(u.axes.inputs if side == "a" else u.axes.outputs) == 1
         for u in uses
     )
 

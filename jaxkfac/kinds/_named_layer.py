@@ -11,7 +11,15 @@ import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception import Data, LayerVjp, Reads, Use
-from jaxkfac.interception.values import Atoms, Axes, AxisTable, View
+from jaxkfac.interception.values import (
+    Atoms,
+    Axes,
+    AxisTable,
+    Scope,
+    UseAxes,
+    UseSite,
+    View,
+)
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
 
@@ -79,7 +87,7 @@ class NamedLayer(TwoSided):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         name = eqn.primitive.name
         (position,) = positions
@@ -99,7 +107,6 @@ class NamedLayer(TwoSided):
         call = _Mapped.of(eqn, self.data, self.data_ndim, position)
         if problem := call.problem or self._shape_problem(eqn, call, view):
             return f"{problem} in `{name}`"
-        use = Use(self, eqn, position, view, scope, data=data, detail=call)
         stacked = len(call.stack_levels)
         axes = {
             letter: tuple(
@@ -109,11 +116,14 @@ class NamedLayer(TwoSided):
             )
             for letter in (_STACK, _INPUTS, _OUTPUTS)
         }
-        use.batch_axes = (*view.axes[:stacked], *axes[_STACK])
-        use.in_axes, use.out_axes = axes[_INPUTS], axes[_OUTPUTS]
         rows = (data.axes[d] for d in call.row_axes_of_data)
-        use.rows = (*rows, *(table.new(size, "feature") for size in self._rows(eqn, call)))
-        return [use]
+        use_axes = UseAxes(
+            inputs=axes[_INPUTS],
+            outputs=axes[_OUTPUTS],
+            stack=(*view.axes[:stacked], *axes[_STACK]),
+            rows=(*rows, *(table.new(size, "feature") for size in self._rows(eqn, call))),
+        )
+        return [Use(self, view, UseSite(eqn, position, scope), data, use_axes, detail=call)]
 
     def _shape_problem(self, eqn: Eqn, call: "_Mapped", view: View) -> str:
         """The reason why the rows do not fit the parameter, or an empty string."""
@@ -164,7 +174,7 @@ class NamedLayer(TwoSided):
         return shape[: len(shape) - features]
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes:
-        call, shape = use.detail, use.eqn.outvars[0].aval.shape
+        call, shape = use.detail, use.at.eqn.outvars[0].aval.shape
         assert use.data is not None
         of_data = iter(use.data.axes)
         mapped = (
@@ -179,25 +189,25 @@ class NamedLayer(TwoSided):
         return (*mapped, *native, *places, *features)
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
-        return repr((id(use.eqn), use.operand))  # a call shares its input rows with no other
+        return repr((id(use.at.eqn), use.at.operand))  # a call shares its input rows with no other
 
     # -- rows -------------------------------------------------------------------------
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         def rows(*operands: Any) -> Any:
-            return self.input_rows_at(vjp.use.operand, operands)
+            return self.input_rows_at(vjp.use.at.operand, operands)
 
-        return self._side(vjp, vjp.use.detail.over(rows, self._arguments(vjp)), vjp.use.in_axes)
+        return self._side(vjp, vjp.use.detail.over(rows, self._arguments(vjp)), vjp.use.axes.inputs)
 
     def outputs(self, vjp: LayerVjp) -> Rows:
         def rows(*operands: Any) -> Any:
-            return self.output_rows_at(vjp.use.operand, operands[:-1], operands[-1])
+            return self.output_rows_at(vjp.use.at.operand, operands[:-1], operands[-1])
 
         rows_at_all = vjp.use.detail.over(rows, self._arguments(vjp), vjp.cotangent)
-        return self._side(vjp, rows_at_all, vjp.use.out_axes)
+        return self._side(vjp, rows_at_all, vjp.use.axes.outputs)
 
     def _arguments(self, vjp: LayerVjp) -> Sequence[Any]:
-        return vjp.operands[: vjp.use.eqn.params["arguments"]]
+        return vjp.operands[: vjp.use.at.eqn.params["arguments"]]
 
     def _side(self, vjp: LayerVjp, x: ArrayOrShape, features: Axes) -> Rows:
         use, call = vjp.use, vjp.use.detail
@@ -208,7 +218,7 @@ class NamedLayer(TwoSided):
         return Rows(x, rows, stack, tuple(zip(at, features, strict=True)))
 
     def _stacked(self, use: Use) -> int:
-        return len(use.batch_axes) - len(use.detail.stack_levels)
+        return len(use.axes.stack) - len(use.detail.stack_levels)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -198,7 +198,7 @@ def _patches(signal: _Signal, use: Use, *, summed: bool = False) -> Rows:
 
 def _rows(signal: _Signal, use: Use, x: ArrayOrShape) -> Rows:
     lead, n = len(use.detail.groups), len(signal.axes)
-    channels, *spatial = use.in_axes
+    channels, *spatial = use.axes.inputs
     features = tuple(enumerate((*spatial, channels), start=lead + 1 + n))
     return Rows(x, tuple(range(lead, lead + 1 + n)), tuple(range(lead)), features)
 

@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 
     Attributes:
         x: The values; rows that do not exist are zero.
-        rows: Axes of ``x`` that run over rows, in the order of ``use.rows``.
+        rows: Axes of ``x`` that run over rows, in the order of ``use.axes.rows``.
         batch: Axes of ``x`` that run over a stack (experts, groups).
         features: For each remaining axis of ``x``, ascending, the axis and the parameter's axis
             that it corresponds to.
@@ -84,7 +84,7 @@ class Rows(NamedTuple):
     def masked(self, weights: ArrayOrShape | None) -> "Rows":
         """The rows with those that do not exist set to zero.
 
-        ``weights`` have the axes of ``use.rows``.
+        ``weights`` have the axes of ``use.axes.rows``.
         """
         if weights is None:
             return self
@@ -92,7 +92,7 @@ class Rows(NamedTuple):
         return self._replace(x=masked(self.x, self.spread(exists)))
 
     def spread(self, weights: ArrayOrShape) -> ArrayOrShape:
-        """Numbers of rows, with the axes of ``use.rows``, along the axes of ``x``."""
+        """Numbers of rows, with the axes of ``use.axes.rows``, along the axes of ``x``."""
         shape = [1] * self.x.ndim
         order = sorted(range(len(self.rows)), key=self.rows.__getitem__)
         for i in order:
@@ -107,7 +107,7 @@ def part_of_rows(vjp: LayerVjp, side: Rows) -> Rows:
         return side
     pieces = pieces_of(table, use.view.joins)
     assert pieces is not None  # for other uses the coverage report has a row
-    axes = dict(side.features) | dict(zip(side.batch, use.batch_axes, strict=False))
+    axes = dict(side.features) | dict(zip(side.batch, use.axes.stack, strict=False))
     x, gone = side.x, []
     for d, axis in axes.items():
         x = _cut(table, pieces, x, d, axis)
@@ -229,7 +229,7 @@ def _lost(vjp: LayerVjp, what: str) -> LostRowsError:
 
 
 def aligned(vjp: LayerVjp, side: Rows, stack: tuple[int, ...] = ()) -> ArrayOrShape:
-    """``(rows..., stack..., features)``: rows as in ``use.rows``, features in the own order."""
+    """``(rows..., stack..., features)``: rows as in ``use.axes``, features in the own order."""
     x = side.x.transpose(*side.rows, *side.batch, *side.feature_axes)
     lead = len(side.rows) + len(side.batch)
     x = in_own_order(vjp, side, x, lead=lead)
@@ -247,7 +247,7 @@ def split_examples(
         return x.reshape(-1, 1, *x.shape[num_rows:])
     rows = tuple(range(num_rows))
     features = tuple((d, ()) for d in range(num_rows, x.ndim))
-    return by_example(vjp, Rows(x, rows, (), features), vjp.use.rows, examples)
+    return by_example(vjp, Rows(x, rows, (), features), vjp.use.axes.rows, examples)
 
 
 # ---------------- sums over the positions of each example (``sharing="reduce"``)
@@ -289,7 +289,7 @@ def example_counts(
         ones = (1,) * (len(like.shape) - 2)
         return jnp.broadcast_to(counts.reshape(len(counts), *ones, -1), like.shape)
     if weights is None and len(examples) > 1:
-        axes = range(len(use.rows))
+        axes = range(len(use.axes.rows))
         weights = jnp.ones([side.x.shape[side.rows[d]] for d in axes], bool)
     if weights is None:
         return jnp.full(like.shape, side.number // like.shape[-1], like.dtype)
@@ -305,7 +305,7 @@ def _sums(
 
     A use has rows for the examples of one axis; the sums of all other examples are zero.
     """
-    table, axes = vjp.table, vjp.use.rows
+    table, axes = vjp.table, vjp.use.axes.rows
     mine = {a for axis in axes for a in table.atoms(axis)}
     axis_numbers = [k for k, (atoms, _) in enumerate(examples) if mine & {*table.atoms(atoms)}]
     if len(axis_numbers) > 1:

@@ -8,8 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import LayerVjp, Reads, Use, register_kind
-from jaxkfac.interception.values import Atoms, AxisTable
+from jaxkfac.interception import (
+    ElementDetail,
+    LayerVjp,
+    Reads,
+    Use,
+    register_kind,
+)
+from jaxkfac.interception.values import (
+    Atoms,
+    AxisTable,
+    Scope,
+    UseAxes,
+    UseSite,
+)
 from jaxkfac.kinds._elementwise import ElementGradients, ElementSquares, Elementwise
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example
@@ -39,7 +51,7 @@ class Transformed(Elementwise):
         eqn: Eqn,
         ins: Sequence[Any],
         positions: Sequence[int],
-        scope: tuple[int, ...],
+        scope: Scope,
     ) -> list[Use] | str:
         (position,) = positions
         contract, batch = eqn.params["dimension_numbers"]
@@ -47,12 +59,12 @@ class Transformed(Elementwise):
         theirs = {*contract[1 - position], *batch[1 - position]}
         data = ins[1 - position]
         rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
-        use = Use(self, eqn, position, ins[position], scope, data=data, rows=rows)
-        axes = use.view.axes
-        use.whole_examples = axes is None or any(
-            "broadcast" in table.kinds(a) for axis in axes for a in table.atoms(axis)
+        view, at = ins[position], UseSite(eqn, position, scope)
+        whole_examples = view.axes is None or any(
+            "broadcast" in table.kinds(a) for axis in view.axes for a in table.atoms(axis)
         )
-        return [use]
+        elements = ElementDetail(whole_examples=whole_examples)
+        return [Use(self, view, at, data, UseAxes(rows=rows), elements)]
 
     def elements(
         self,
@@ -72,7 +84,9 @@ class Transformed(Elementwise):
             """Gradients of the weight by example; the examples are the last axis."""
             if by_row:
                 return _product(use, _flat(x), _flat(g))[..., 0]
-            return _product(use, *(by_example(vjp, side, use.rows, examples) for side in (x, g)))
+            return _product(
+                use, *(by_example(vjp, side, use.axes.rows, examples) for side in (x, g))
+            )
 
         d = None if vjp.derivative is None else vjp.derivative.astype(dtype)
         if by_row:
@@ -91,15 +105,15 @@ def _sides(vjp: LayerVjp) -> tuple[Rows, Rows]:
     """Input rows and output rows, with features in the order of the equation."""
     use, cotangent = vjp.use, vjp.cotangent
     x = vjp.data.astype(cotangent.dtype)
-    contract, shared = use.eqn.params["dimension_numbers"]
-    data_operand, batch = 1 - use.operand, len(shared[0])
+    contract, shared = use.at.eqn.params["dimension_numbers"]
+    data_operand, batch = 1 - use.at.operand, len(shared[0])
     not_rows = {*contract[data_operand], *shared[data_operand]}
     rows = tuple(d for d in range(x.ndim) if d not in not_rows)
     features = tuple((d, ()) for d in contract[data_operand])
     inputs = Rows(x, rows, tuple(shared[data_operand]), features)
     free = cotangent.ndim - batch - len(rows)
     first_row, first_free = batch, batch + len(rows)
-    if use.operand == 0:
+    if use.at.operand == 0:
         first_row, first_free = batch + free, batch
     outputs = Rows(
         cotangent,
@@ -118,12 +132,12 @@ def _flat(side: Rows) -> ArrayOrShape:
 
 def _product(use: Use, x: ArrayOrShape, g: ArrayOrShape) -> ArrayOrShape:
     """Sums over rows of ``(examples, rows, ...)``, in the weight's axes, with examples last."""
-    contract, shared = use.eqn.params["dimension_numbers"]
+    contract, shared = use.at.eqn.params["dimension_numbers"]
     batch = tuple(range(2, 2 + len(shared[0])))
     numbers = (((1,), (1,)), ((0, *batch), (0, *batch)))
     out = jax.lax.dot_general(x, g, numbers, precision=jax.lax.Precision.HIGHEST)
-    mine = (*shared[use.operand], *contract[use.operand])
-    ndim = len(use.eqn.invars[use.operand].aval.shape)
+    mine = (*shared[use.at.operand], *contract[use.at.operand])
+    ndim = len(use.at.eqn.invars[use.at.operand].aval.shape)
     # `dot_general` returns shared axes first, then inputs, then outputs; the weight has its own
     # order.
     order = [*mine, *(d for d in range(ndim) if d not in mine)]  # the weight's axis for each of out

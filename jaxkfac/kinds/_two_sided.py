@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import Kind, LayerVjp, Use
-from jaxkfac.interception.values import Atoms, Axes
+from jaxkfac.interception import Kind, LayerVjp
+from jaxkfac.interception.values import Atoms
 from jaxkfac.kinds._both_sides import BothSides
 from jaxkfac.kinds._moments import InputMoments, Products, input_moments, sum_of_outer_products
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, aligned, part_of_rows, split_examples
@@ -26,9 +26,6 @@ class TwoSided(Kind):
     """
 
     packs_inputs: ClassVar[bool] = False
-
-    def place(self, use: Use, axes: Axes) -> None:
-        """Nothing to store: the rows are those of the data operand."""
 
     def inputs(self, vjp: LayerVjp) -> Rows:
         """The input rows of a use, all of them."""
@@ -85,7 +82,7 @@ class TwoSided(Kind):
         if vjp.weights is not None:
             weights = vjp.weights.astype(like.count.dtype)
             exists = jnp.where(exists, weights, jnp.zeros((), weights.dtype))
-        lead, stack = exists.ndim - len(vjp.use.rows), like.count.shape
+        lead, stack = exists.ndim - len(vjp.use.axes.rows), like.count.shape
         count = exists.sum(range(lead, exists.ndim), dtype=like.count.dtype)
         count = count.reshape(*count.shape, *(1,) * (len(stack) - lead))
         return dataclasses.replace(out, count=jnp.broadcast_to(count, stack))
@@ -105,7 +102,7 @@ class TwoSided(Kind):
         Raises:
             LostRowsError: the rows cannot be attributed to examples.
         """
-        num_rows = len(vjp.use.rows)
+        num_rows = len(vjp.use.axes.rows)
         split = functools.partial(split_examples, vjp, num_rows=num_rows, examples=examples)
         g = aligned(vjp, self.output_rows(vjp), stack)
         x = aligned(vjp, self.input_rows(vjp), stack)

@@ -79,12 +79,13 @@ class ProductAxes:
         cls, site: Site, use: Use, x: Operand, index: Operand | None, examples: Atoms
     ) -> "ProductAxes":
         if use.detail.row_batch:
+            path = use.view.source.path
             raise ValueError(
-                f"layer {use.view.source.path!r} is broadcast along rows (a cond under vmap, which runs "
+                f"layer {path!r} is broadcast along rows (a cond under vmap, which runs "
                 "all branches): adapters have no rule for it; leave it out of target="
             )
         contract, shared = site.eqn.params["dimension_numbers"]
-        contract, shared = contract[1 - use.operand], shared[1 - use.operand]
+        contract, shared = contract[1 - use.at.operand], shared[1 - use.at.operand]
         rows = [d for d in range(x.ndim) if d not in {*contract, *shared}]
         example_atoms = site.table.atoms(examples) if index is not None else ()
         shape: list[int] = []
@@ -93,7 +94,7 @@ class ProductAxes:
         other_rows: list[int] = []
         for d, size in enumerate(x.shape):
             at[d] = len(shape)
-            atoms = site.table.atoms(use.rows[rows.index(d)]) if d in rows else ()
+            atoms = site.table.atoms(use.axes.rows[rows.index(d)]) if d in rows else ()
             sizes = [site.table.size(a) for a in atoms]
             if index is None or math.prod(sizes) != size:  # keep the axis: a feature, or a shard
                 atoms, sizes = (), [size]
@@ -123,13 +124,13 @@ class ProductAxes:
     @property
     def lead(self) -> int:
         """Number of stacked and example axes."""
-        return len(self.shared) + self.use.free_stack + len(self.examples)
+        return len(self.shared) + self.use.axes.free_stack + len(self.examples)
 
     def pick(self, adapter: Adapter, index: Operand | None) -> Adapter:
         """Each example's adapter from a bank, zero for -1; without an index the adapter itself."""
         stack = [self.shape[d] for d in self.shared]
-        if self.use.free_stack:
-            stack = [self.site.eqn.invars[self.use.operand].aval.shape[self._free[0]]]
+        if self.use.axes.free_stack:
+            stack = [self.site.eqn.invars[self.use.at.operand].aval.shape[self._free[0]]]
 
         def one(name: str, leaf: Operand) -> Array:
             inner = OWN_AXES[name]
@@ -149,13 +150,13 @@ class ProductAxes:
     @property
     def _free(self) -> list[int]:
         contract, shared = self.site.eqn.params["dimension_numbers"]
-        mine = {*contract[self.use.operand], *shared[self.use.operand]}
-        ndim = self.site.eqn.invars[self.use.operand].aval.ndim
+        mine = {*contract[self.use.at.operand], *shared[self.use.at.operand]}
+        ndim = self.site.eqn.invars[self.use.at.operand].aval.ndim
         return [d for d in range(ndim) if d not in mine]
 
     def down(self, x: Operand, a: Array, options: dict[str, Any]) -> Array:
         """Compute ``x A`` as ``(stack..., examples..., other rows..., rank)``."""
-        a = _unflattened(self.site, self.use, a, a.ndim - 2, self.use.in_axes)
+        a = _unflattened(self.site, self.use, a, a.ndim - 2, self.use.axes.inputs)
         n = len(self.contract)
         stack = a.ndim - 1 - n - len(self.examples)
         batch = [*range(len(self.shared)), *range(stack, stack + len(self.examples))]
@@ -170,7 +171,7 @@ class ProductAxes:
             **options,
         )
         # A free stack is a free axis of A, so dot_general puts it after the rows.
-        return jnp.moveaxis(out, -2, 0) if self.use.free_stack else out
+        return jnp.moveaxis(out, -2, 0) if self.use.axes.free_stack else out
 
     def up(self, h: Array, b: Array, options: dict[str, Any]) -> Array:
         """Compute ``h B`` as ``(stack..., examples..., other rows..., outputs...)``."""
@@ -180,16 +181,16 @@ class ProductAxes:
 
     @property
     def _outputs(self) -> tuple[Atoms, ...]:
-        return self.use.out_axes[1:] if self.use.free_stack else self.use.out_axes
+        return self.use.axes.outputs[1:] if self.use.axes.free_stack else self.use.axes.outputs
 
     def as_product(self, out: Array) -> Array:
         """Move stack, examples, other rows and outputs to where the product has them."""
-        stack = list(range(len(self.shared) + self.use.free_stack))
+        stack = list(range(len(self.shared) + self.use.axes.free_stack))
         where = [*self.examples, *self.other_rows]
         rows = [len(stack) + where.index(d) for d in sorted(where)]
         outputs = list(range(len(stack) + len(where), out.ndim))
-        free = [stack.pop(), *outputs] if self.use.free_stack else outputs
-        order = [*stack, *rows, *free] if self.use.operand == 1 else [*stack, *free, *rows]
+        free = [stack.pop(), *outputs] if self.use.axes.free_stack else outputs
+        order = [*stack, *rows, *free] if self.use.at.operand == 1 else [*stack, *free, *rows]
         if order != sorted(order):
             out = out.transpose(order)
         return out.reshape(self.site.eqn.outvars[0].aval.shape)
@@ -227,8 +228,9 @@ def _rank_first(a: Array) -> Array:
 
 
 def _lost(site: Site, use: Use, what: str) -> LostRowsError:
+    path, primitive = use.view.source.path, site.eqn.primitive.name
     return LostRowsError(
-        f"layer {use.view.source.path!r}: example axis lost at `{site.eqn.primitive.name}`: {what}, and "
+        f"layer {path!r}: example axis lost at `{primitive}`: {what}, and "
         "adapters were given by row. Give one adapter= for the whole batch, or leave this layer "
         "out with exclude=."
     )
@@ -274,7 +276,7 @@ class LookupAxes:
         entries, at = lookup.entries(site.eqn, operands), 0
         if index is not None:
             index = index.reshape(-1, index.shape[-1])[0]
-            rows = [site.table.atoms(axis) for axis in use.rows]
+            rows = [site.table.atoms(axis) for axis in use.axes.rows]
             if site.table.atoms(examples) not in rows:
                 raise _lost(site, use, "its rows do not run along the examples")
             at = rows.index(site.table.atoms(examples))
@@ -312,7 +314,7 @@ class LookupAxes:
 
     def up(self, h: Array, b: Array, options: dict[str, Any]) -> Array:
         """Compute ``h B`` as ``(rows..., outputs...)``."""
-        b = _unflattened(self.site, self.use, b, b.ndim - 1, self.use.out_axes)
+        b = _unflattened(self.site, self.use, b, b.ndim - 1, self.use.axes.outputs)
         batch = () if self.slots is None else (0,)
         contract = ((h.ndim - 1,), (len(batch),))
         return jax.lax.dot_general(h, b, (contract, (batch, batch)), **options)
@@ -408,7 +410,7 @@ def branch(
         LostRowsError: adapters differ by example, and the rows cannot be assigned to examples.
     """
     use, slot = site.uses[0], site.slots[0]
-    x = operands[1 - use.operand]
+    x = operands[1 - use.at.operand]
     assert not isinstance(x, DeferredParameter)  # only the parameter may be encoded
     stored, index, key = jax.tree.map(lambda leaf, x=x: cast_varying(leaf, x), slot.constants)
     p, product = site.eqn.params, {}

@@ -58,7 +58,7 @@ class OutputGradients(ExampleGradients):
 
     def _has_one_row(self, layer: Layer) -> bool:
         (use,), table = self._traced.uses_of(layer), self._traced.analysis.table
-        atoms = [a for axis in use.rows for a in table.atoms(axis)]
+        atoms = [a for axis in use.axes.rows for a in table.atoms(axis)]
         has_examples = set(table.atoms(self._rows)) <= set(atoms)
         rows = math.prod(table.size(a) for a in atoms)
         return has_examples and rows == self._number

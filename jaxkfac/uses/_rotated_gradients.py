@@ -101,7 +101,7 @@ def whole_gradients(traced: Traced, bases: Eigenbases) -> set[str]:
         if layer.is_elementwise or not layer.a_dense or len(uses) > 1:
             continue
         (use,) = uses
-        scans = {("scan", scan) for scan in use.scope}
+        scans = {("scan", scan) for scan in use.at.scope.scans}
         again = use.layers.count(layer.name) > 1 or not scans <= set(use.view.source.traced_indices)
         has_all_vectors = all(
             x.vectors is None or x.vectors.shape[-1] == x.vectors.shape[-2]

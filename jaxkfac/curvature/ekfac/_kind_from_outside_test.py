@@ -9,6 +9,7 @@ from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import Use, _kind, find_layers, kind_named, register_kind
+from jaxkfac.interception.values import UseAxes, UseSite
 from jaxkfac.kinds import Dense, Elementwise
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -25,7 +26,8 @@ class Angle(Elementwise):
         (position,) = positions
         if position != 0:
             return "is the second operand"
-        return [Use(self, eqn, 0, ins[0], scope, data=ins[1], rows=ins[1].axes)]
+        at, axes = UseSite(eqn, 0, scope), UseAxes(rows=ins[1].axes)
+        return [Use(self, ins[0], at, ins[1], axes)]
 
     def gradient(self, vjp):
         n, x = (v.astype(vjp.cotangent.dtype) for v in vjp.operands)

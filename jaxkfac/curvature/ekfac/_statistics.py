@@ -77,9 +77,9 @@ class SquaredGradients:
         if layer.name in self._elements:
             return self._elements[layer.name].slot(layer)
         for use in self._traced.uses_of(layer):
-            if use.view.history.masked:
+            if masked := use.view.history.masked:
                 raise ValueError(
-                    f"layer {layer.name!r} is masked by a constant in `{use.view.history.masked}`, so its "
+                    f"layer {layer.name!r} is masked by a constant in `{masked}`, so its "
                     "gradient is no product of rows in any basis: leave it out of the bases that "
                     "are measured, with layers= of value_grad_and_factors"
                 )
@@ -105,7 +105,7 @@ class SquaredGradients:
             return False
         if any(layer.name in (owner, *tied) for owner, tied in self._tied_blocks.items()):
             return True
-        scans = {("scan", scan) for scan in uses[0].scope}
+        scans = {("scan", scan) for scan in uses[0].at.scope.scans}
         if uses[0].layers.count(layer.name) > 1:  # it occurs twice in a stack of parameters
             return True
         return len(uses) > 1 or not scans <= set(uses[0].view.source.traced_indices)

@@ -9,6 +9,7 @@ from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import _kind, find_layers, register_kind
 from jaxkfac.interception._kind import Use
+from jaxkfac.interception.values import UseAxes, UseSite
 from jaxkfac.kinds import Rows, TwoSided, matrix_problem
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -28,22 +29,20 @@ class Ragged(TwoSided):
             return "is read by a `ragged_dot` of several groups"
         if problem := matrix_problem(table, view, "ragged_dot"):
             return problem
-        use = Use(self, eqn, position, view, scope, data=data)
-        use.in_axes, use.out_axes = (view.axes[1],), (view.axes[2],)
-        use.rows = data.axes[:1]
-        return [use]
+        axes = UseAxes((view.axes[1],), (view.axes[2],), rows=data.axes[:1])
+        return [Use(self, view, UseSite(eqn, position, scope), data, axes)]
 
     def result_axes(self, table, use):
-        return (*use.rows, table.new(use.eqn.outvars[0].aval.shape[1], "feature"))
+        return (*use.axes.rows, table.new(use.at.eqn.outvars[0].aval.shape[1], "feature"))
 
     def reading(self, use, place):
-        return repr([place(axis) for axis in use.in_axes])
+        return repr([place(axis) for axis in use.axes.inputs])
 
     def inputs(self, vjp):
-        return Rows(vjp.data, (0,), (), ((1, vjp.use.in_axes[0]),))
+        return Rows(vjp.data, (0,), (), ((1, vjp.use.axes.inputs[0]),))
 
     def outputs(self, vjp):
-        return Rows(vjp.cotangent, (0,), (), ((1, vjp.use.out_axes[0]),))
+        return Rows(vjp.cotangent, (0,), (), ((1, vjp.use.axes.outputs[0]),))
 
 
 @pytest.fixture(autouse=True)

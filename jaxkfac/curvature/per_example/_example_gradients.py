@@ -66,7 +66,7 @@ def leaves_out_readings(traced: Traced, layers: tuple[Layer, ...]) -> bool:
     return any(
         name is None and view.source.path in paths
         for use in traced.analysis.plan.all_uses()
-        if use.join is None  # a joint bias belongs to the layer of its product
+        if use.elements.joint is None  # a joint bias belongs to the layer of its product
         for view, name in itertools.zip_longest(use.view.source.members or (use.view,), use.layers)
     )
 

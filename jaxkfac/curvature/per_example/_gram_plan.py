@@ -231,7 +231,9 @@ def reasons_against_pairs(traced: Traced, layers: Sequence[Layer]) -> dict[str, 
 
 def _accumulates(use: Use) -> bool:
     """Whether the cotangents of a slot add up over iterations."""
-    return not {("scan", scan) for scan in use.scope} <= set(use.view.source.traced_indices)
+    return not {("scan", scan) for scan in use.at.scope.scans} <= set(
+        use.view.source.traced_indices
+    )
 
 
 def _repeats(traced: Traced, layer: Layer, use: Use) -> bool:

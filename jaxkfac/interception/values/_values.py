@@ -45,7 +45,7 @@ class Picked(NamedTuple):
     where: Hashable
 
 
-class Source(NamedTuple):
+class ViewSource(NamedTuple):
     """The entries of a parameter that a view reads.
 
     Attributes:
@@ -85,7 +85,7 @@ class Source(NamedTuple):
         )
 
 
-class History(NamedTuple):
+class ViewHistory(NamedTuple):
     """What a parameter went through on the way to a view of it.
 
     Attributes:
@@ -134,12 +134,12 @@ class View:
 
     number: int
     arrangement: int
-    source: Source
+    source: ViewSource
     axes: Axes | None
     joins: tuple[Join, ...] = ()
     chosen: tuple[tuple[tuple[Atoms, Atoms], ...], ...] = ()
     picked: Picked | None = None
-    history: History = History()
+    history: ViewHistory = dataclasses.field(default=ViewHistory())
 
 
 def went_through(view: View, **changes: Any) -> View:
