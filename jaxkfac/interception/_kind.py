@@ -17,7 +17,7 @@ from jaxkfac._jaxpr_compat import LAYER, Eqn
 from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
 from jaxkfac.interception.values._encoded import bind
 from jaxkfac.interception.values._slots import Slot
-from jaxkfac.interception.values._use_site import Scope, UseAxes, UseSite
+from jaxkfac.interception.values._use_site import UseAxes, UseSite
 from jaxkfac.interception.values._values import Constant, Parameter, View
 
 
@@ -236,22 +236,13 @@ class Kind(abc.ABC):
     covered: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Value],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> "list[Use] | str":
-        """The uses in an equation, or the reason in words why there is none.
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Value]) -> "Use | str":
+        """The use of a parameter in an equation, or the reason in words why it is none.
 
         Args:
             table: The axis atoms.
-            eqn: An equation of one of its primitives.
-            ins: The analysis' value of each operand.
-            positions: Which operands are views of parameters: one, unless the kind ``inserts``.
-            scope: Where the equation is, for ``UseSite``.
+            at: The equation, of one of the kind's primitives, and the position of the parameter.
+            ins: The analysis' value of each operand; that of the parameter is a ``View``.
         """
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes | None:

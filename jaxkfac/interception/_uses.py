@@ -38,29 +38,36 @@ def uses_of(table: AxisTable, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> l
         for view in views_in(ins[position]):
             alone = [*ins[:position], view, *ins[position + 1 :]]
 
-            def found(
-                kind: Kind, alone: Sequence[Value] = alone, position: int = position
-            ) -> list[Use] | str:
-                if is_complex(eqn.outvars[0]) and not kind.reads.complex:
-                    return (
-                        f"meets complex numbers in `{name}`, of which a {kind.name!r} layer has no "
-                        "rows: multiply their real and imaginary parts apart"
-                    )
-                return kind.find(table, eqn, alone, [position], scope)
-
-            if view.picked is not None:
-                if kind.reads.unless_one is None:
-                    return f"is picked row by row and read by `{name}`, which is no product"
-                uses = found(kind_named(kind.reads.unless_one))
-            else:
-                uses = found(kind)
-            if isinstance(uses, str) and kind.reads.unless_matrix is not None:
-                instead = found(kind_named(kind.reads.unless_matrix))
-                uses = uses if isinstance(instead, str) else instead
-            if isinstance(uses, str):
-                return uses
-            all_uses += uses
+            use = _use_of(kind, table, UseSite(eqn, position, scope), alone)
+            if isinstance(use, str):
+                return use
+            all_uses.append(use)
     return all_uses
+
+
+def _use_of(kind: Kind, table: AxisTable, at: UseSite, ins: Sequence[Value]) -> Use | str:
+    """The use of one view by a kind, or by one of those that the kind names in its place."""
+    view, name = ins[at.operand], at.eqn.primitive.name
+    candidates = [kind]
+    if isinstance(view, View) and view.picked is not None:
+        if kind.reads.unless_one is None:
+            return f"is picked row by row and read by `{name}`, which is no product"
+        candidates = [kind_named(kind.reads.unless_one)]
+    if kind.reads.unless_matrix is not None:
+        candidates.append(kind_named(kind.reads.unless_matrix))
+    reasons = []
+    for candidate in candidates:
+        if is_complex(at.eqn.outvars[0]) and not candidate.reads.complex:
+            reasons.append(
+                f"meets complex numbers in `{name}`, of which a {candidate.name!r} layer has no "
+                "rows: multiply their real and imaginary parts apart"
+            )
+            continue
+        use = candidate.find(table, at, ins)
+        if not isinstance(use, str):
+            return use
+        reasons.append(use)
+    return reasons[0]
 
 
 # ---------------- weights that are computed from parameters, such as ``v / norm(v) * g``
@@ -123,12 +130,11 @@ def _seen_or_computed(
     # the operands count as behind the weight.
     behind = [(k, p) for k, v in enumerate(ins) for p in (_paths(v) if no_rule else _hidden(v))]
     weights = [k for k, v in enumerate(ins) if _paths(v) and (no_rule or _is_computed(v))]
-    weight_uses = [] if kind.elementwise else [_weight(facts, eqn, ins, k, scope) for k in weights]
-    if no_rule and not any(weight_uses) and not any(_is_computed(ins[k]) for k in weights):
+    at = [UseSite(eqn, k, scope) for k in weights if not kind.elementwise]
+    weight_uses = [use for site in at if (use := _weight(facts, site, ins)) is not None]
+    if no_rule and not weight_uses and not any(_is_computed(ins[k]) for k in weights):
         return view_uses  # an uncomputed parameter that no rule reads: a convolution's signal
-    uses = [use for uses_of_weight in weight_uses for use in uses_of_weight] + (
-        [] if isinstance(view_uses, str) else view_uses
-    )
+    uses = weight_uses + ([] if isinstance(view_uses, str) else view_uses)
     data = next(v for v in ins if isinstance(v, Data))
     unseen = kind_named(BEHIND)
     views = [(k, facts.parameters[path]) for k, path in behind]
@@ -156,18 +162,19 @@ def _is_computed(value: Value) -> bool:
     return all(view.history.function or view.axes is None for view in views_in(value))
 
 
-def _weight(facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int, scope: Scope) -> list[Use]:
-    """The uses of a weight as a layer of its own; empty if it cannot be one."""
-    value, kind = ins[position], kind_reading(eqn.primitive.name)
+def _weight(facts: Facts, at: UseSite, ins: Sequence[Value]) -> Use | None:
+    """The use of a weight as a layer of its own; ``None`` if it cannot be one."""
+    value, kind = ins[at.operand], kind_reading(at.eqn.primitive.name)
+    operand = at.eqn.invars[at.operand]
     traced_indices = traced_indices_in([value])
     # An index decides which entry of a stack it is; and factors of a complex weight are none of its
     # parameters.
     indexed = any(name != "scan" for name, _ in traced_indices)
-    if kind is None or indexed or is_complex(eqn.invars[position]):
-        return []
+    if kind is None or indexed or is_complex(operand):
+        return None
     table, paths = facts.table, _paths(value)
-    weight_axes = fresh(table, eqn.invars[position].aval.shape, "parameter")
-    scans = [scan for scan in scope.scans if ("scan", scan) in traced_indices]
+    weight_axes = fresh(table, operand.aval.shape, "parameter")
+    scans = [scan for scan in at.scope.scans if ("scan", scan) in traced_indices]
     stack = [fresh(table, (facts.lengths[scan],), "parameter")[0] for scan in scans]
     steps = tuple(
         Consumed(facts.lengths[scan], atoms, ("scan", scan))
@@ -178,8 +185,8 @@ def _weight(facts: Facts, eqn: Eqn, ins: Sequence[Value], position: int, scope: 
     source = ViewSource(f"{largest}@effective", axes, axes, consumed=steps, computed_from=paths)
     new = View(value.number, 0, source, weight_axes)
     view = facts.computed.setdefault((value.number, tuple(scans)), new)
-    uses = kind.find(table, eqn, [*ins[:position], view, *ins[position + 1 :]], [position], scope)
-    return [] if isinstance(uses, str) else uses
+    use = kind.find(table, at, [*ins[: at.operand], view, *ins[at.operand + 1 :]])
+    return None if isinstance(use, str) else use
 
 
 def _paths(value: Value) -> tuple[str, ...]:

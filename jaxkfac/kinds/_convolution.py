@@ -7,13 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception import LayerVjp, Use, register_kind, reversal
 from jaxkfac.interception.values import (
     Atoms,
     Axes,
     AxisTable,
-    Scope,
     UseAxes,
     UseSite,
 )
@@ -45,17 +43,9 @@ class Convolution(TwoSided):
     suffix = "transposed"
     product = True
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
-        (position,) = positions
-        view, p = ins[position], eqn.params
-        if position != 1:
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
+        eqn, view, p = at.eqn, ins[at.operand], at.eqn.params
+        if at.operand != 1:
             return "is the signal, not the kernel, of `conv_general_dilated`"
         # Its outputs come from different examples for different channels.
         if p["batch_group_count"] != 1:
@@ -87,8 +77,7 @@ class Convolution(TwoSided):
         kernel_order = KernelOrder(
             tuple(map(table.size, group_atoms)), tuple(o == "whole" for o in order)
         )
-        at = UseSite(eqn, position, scope)
-        return [Use(self, view, at, ins[0], axes, detail=kernel_order)]
+        return Use(self, view, at, ins[0], axes, detail=kernel_order)
 
     def with_result(self, use: Use, axes: Axes) -> Use:
         numbers = use.at.eqn.params["dimension_numbers"]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxkfac._jaxpr_compat import Eqn, is_complex
+from jaxkfac._jaxpr_compat import is_complex
 from jaxkfac.interception import (
     Kind,
     LayerVjp,
@@ -21,7 +21,6 @@ from jaxkfac.interception.values import (
     Atoms,
     Axes,
     AxisTable,
-    Scope,
     UseAxes,
     UseSite,
 )
@@ -52,15 +51,8 @@ class Dense(TwoSided):
         unless_one="gathered",
     )
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
-        (position,) = positions
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
+        eqn, position = at.eqn, at.operand
         view, data = ins[position], ins[1 - position]
         contract, batch = eqn.params["dimension_numbers"]
         repeated = broadcast_axes(table, view.axes or ())
@@ -90,8 +82,7 @@ class Dense(TwoSided):
         if is_complex(eqn.outvars[0]):  # each row is two: a real and an imaginary part
             kind = kind_named("complex")
             axes = axes._replace(rows=(*axes.rows, table.new(2, "feature")))
-        at = UseSite(eqn, position, scope)
-        return [Use(kind, view, at, data, axes, detail=SharedRows(rows))]
+        return Use(kind, view, at, data, axes, detail=SharedRows(rows))
 
     def contracted(self, use: Use) -> Axes:
         contract, _ = use.at.eqn.params["dimension_numbers"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkfac._jaxpr_compat import Eqn, bind
+from jaxkfac._jaxpr_compat import bind
 from jaxkfac.interception import (
     Data,
     ElementDetail,
@@ -23,7 +23,6 @@ from jaxkfac.interception.values import (
     Atoms,
     Axes,
     AxisTable,
-    Scope,
     Statistic,
     UseAxes,
     UseSite,
@@ -156,26 +155,11 @@ class Bias(Elementwise):
     suffix = "bias"
     inserts = True
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
-        if eqn.primitive.name == "select_n" and 0 in positions:
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
+        view, name = ins[at.operand], at.eqn.primitive.name
+        if name == "select_n" and at.operand == 0:
             return "is the predicate of `select_n`"
-        return [self._insertion(table, eqn, ins, position, scope) for position in positions]
-
-    def gradient(self, vjp: LayerVjp) -> ArrayOrShape:
-        return vjp.cotangent
-
-    def _insertion(
-        self, table: AxisTable, eqn: Eqn, ins: Sequence[Any], position: int, scope: Scope
-    ) -> Use:
-        view, at, name = ins[position], UseSite(eqn, position, scope), eqn.primitive.name
-        rank = len(eqn.outvars[0].aval.shape)
+        rank = len(at.eqn.outvars[0].aval.shape)
         data = next((v for v in ins if isinstance(v, Data) and len(v.axes) == rank), None)
         # Other equations place the parameter in rows of its own, which always exist.
         if name not in ("add", "add_any", "sub", "select_n") or data is None:
@@ -185,6 +169,9 @@ class Bias(Elementwise):
         its = (p for p in products if _is_its_bias(table, view, data.product_axes, p))
         axes, elements = UseAxes(rows=data.axes), ElementDetail(joint=next(its, None))
         return Use(self, view, at, data, axes, elements)
+
+    def gradient(self, vjp: LayerVjp) -> ArrayOrShape:
+        return vjp.cotangent
 
 
 def _is_its_bias(
@@ -243,18 +230,9 @@ class Scale(Elementwise):
     primitives = frozenset("mul div pow max min".split())
     suffix = "scale"
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
-        (position,) = positions
-        data = ins[1 - position]
-        at, axes = UseSite(eqn, position, scope), UseAxes(rows=data.axes)
-        return [Use(self, ins[position], at, data, axes)]
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
+        data = ins[1 - at.operand]
+        return Use(self, ins[at.operand], at, data, UseAxes(rows=data.axes))
 
     def gradient(self, vjp: LayerVjp) -> ArrayOrShape:
         use, data, cotangent = vjp.use, vjp.data, vjp.cotangent
@@ -286,14 +264,7 @@ class Reparameterised(Elementwise):
     reads = Reads(complex=True, contracts=True)
     covered = False
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
         return "is behind a weight that is computed from it"
 
     def with_result(self, use: Use, axes: Axes) -> Use:
@@ -311,12 +282,5 @@ class Uncovered(Elementwise):
     suffix = "diagonal"
     covered = False
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
         return "is covered by a second pass only"

@@ -13,7 +13,6 @@ from jaxkfac.interception import LayerVjp, Lookup, Reads, Use, register_kind
 from jaxkfac.interception.values import (
     Atoms,
     AxisTable,
-    Scope,
     UseAxes,
     UseSite,
 )
@@ -108,18 +107,9 @@ class Embedding(TwoSided):
     rank = 1
     reads = Reads(tokens=True)
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
-        (position,) = positions
-        view = ins[position]
-        lookup = Lookup.of(eqn)
-        if position != 0 or lookup is None:
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
+        view, lookup = ins[at.operand], Lookup.of(at.eqn)
+        if at.operand != 0 or lookup is None:
             return "is read by a `gather` that does not pick whole rows"
         axis = lookup.axis
         problem = matrix_problem(table, view, "gather")
@@ -133,7 +123,7 @@ class Embedding(TwoSided):
             outputs=(*view.axes[:axis], *view.axes[axis + 1 :]),
             rows=tuple(ins[1].axes[:-1]),  # the last axis of the indices is the index itself
         )
-        return [Use(self, view, UseSite(eqn, position, scope), ins[1], axes)]
+        return Use(self, view, at, ins[1], axes)
 
     def reading(self, use: Use, place: Callable[[Atoms], list[int]]) -> str:
         eqn, lookup = use.at.eqn, _lookup(use.at.eqn)

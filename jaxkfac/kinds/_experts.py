@@ -11,7 +11,6 @@ from jaxkfac.interception.values import (
     Atoms,
     Axes,
     AxisTable,
-    Scope,
     UseAxes,
     UseSite,
 )
@@ -41,15 +40,8 @@ class Gathered(TwoSided):
     suffix = "gathered"
     reads = Reads(picked=True)
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
-        (position,) = positions
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
+        eqn, position = at.eqn, at.operand
         view, data = ins[position], ins[1 - position]
         if not isinstance(data, Data) or view.axes is None or view.history.function:
             return "is picked row by row and meets no rows of data"
@@ -95,7 +87,7 @@ class Gathered(TwoSided):
             stack=(view.picked.axis, *(view.axes[d] for d in axes.shared if not is_row[d])),
             rows=tuple(rows),
         )
-        return [Use(self, view, UseSite(eqn, position, scope), data, use_axes, detail=picked_rows)]
+        return Use(self, view, at, data, use_axes, detail=picked_rows)
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes:
         axes, data = _Axes.of(use.at.eqn, use.at.operand), use.data
@@ -264,23 +256,14 @@ class Ragged(TwoSided):
     primitives = frozenset(("ragged_dot_general",))
     suffix = "ragged"
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
+        numbers = at.eqn.params["ragged_dot_dimension_numbers"]
         contract, batch = numbers.dot_dimension_numbers
         # With ragged contracted axes, as in this product's own gradient, no operand is a stack of
         # experts.
         plain = tuple(map(tuple, batch)) == ((), ()) and len(contract[0]) == 1
         of_rows = tuple(numbers.lhs_ragged_dimensions) == (1 - contract[0][0],)
-        if list(positions) != [1] or not (
-            plain and of_rows and len(numbers.rhs_group_dimensions) == 1
-        ):
+        if at.operand != 1 or not (plain and of_rows and len(numbers.rhs_group_dimensions) == 1):
             return "is read by a `ragged_dot_general` that is no stack of experts with rows of each"
         view, data = ins[1], ins[0]
         if not isinstance(data, Data):
@@ -296,8 +279,7 @@ class Ragged(TwoSided):
             stack=(view.axes[group],),
             rows=(data.axes[1 - contract[0][0]],),
         )
-        at = UseSite(eqn, 1, scope)
-        return [Use(self, view, at, data, axes, detail=_Runs(ins[2].number))]
+        return Use(self, view, at, data, axes, detail=_Runs(ins[2].number))
 
     def result_axes(self, table: AxisTable, use: Use) -> Axes:
         return (use.axes.rows[0], table.new(use.at.eqn.outvars[0].aval.shape[1], "feature"))

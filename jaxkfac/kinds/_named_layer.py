@@ -15,7 +15,6 @@ from jaxkfac.interception.values import (
     Atoms,
     Axes,
     AxisTable,
-    Scope,
     UseAxes,
     UseSite,
     View,
@@ -81,16 +80,8 @@ class NamedLayer(TwoSided):
 
     # -- finding ----------------------------------------------------------------------
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
-        name = eqn.primitive.name
-        (position,) = positions
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
+        eqn, position, name = at.eqn, at.operand, at.eqn.primitive.name
         if position >= eqn.params["arguments"]:
             return f"is closed over by the function of `{name}`: pass it as an argument"
         if position not in self.matrices:
@@ -123,7 +114,7 @@ class NamedLayer(TwoSided):
             stack=(*view.axes[:stacked], *axes[_STACK]),
             rows=(*rows, *(table.new(size, "feature") for size in self._rows(eqn, call))),
         )
-        return [Use(self, view, UseSite(eqn, position, scope), data, use_axes, detail=call)]
+        return Use(self, view, at, data, use_axes, detail=call)
 
     def _shape_problem(self, eqn: Eqn, call: "_Mapped", view: View) -> str:
         """The reason why the rows do not fit the parameter, or an empty string."""

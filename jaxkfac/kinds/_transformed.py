@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac._jaxpr_compat import Eqn
 from jaxkfac.interception import (
     ElementDetail,
     LayerVjp,
@@ -18,7 +17,6 @@ from jaxkfac.interception import (
 from jaxkfac.interception.values import (
     Atoms,
     AxisTable,
-    Scope,
     UseAxes,
     UseSite,
 )
@@ -45,26 +43,19 @@ class Transformed(Elementwise):
     rank = 2
     reads = Reads(contracts=True)
 
-    def find(
-        self,
-        table: AxisTable,
-        eqn: Eqn,
-        ins: Sequence[Any],
-        positions: Sequence[int],
-        scope: Scope,
-    ) -> list[Use] | str:
-        (position,) = positions
-        contract, batch = eqn.params["dimension_numbers"]
+    def find(self, table: AxisTable, at: UseSite, ins: Sequence[Any]) -> Use | str:
+        position = at.operand
+        contract, batch = at.eqn.params["dimension_numbers"]
         # The other axes of the data are rows: each has a gradient of its own.
         theirs = {*contract[1 - position], *batch[1 - position]}
         data = ins[1 - position]
         rows = tuple(a for d, a in enumerate(data.axes) if d not in theirs)
-        view, at = ins[position], UseSite(eqn, position, scope)
+        view = ins[position]
         whole_examples = view.axes is None or any(
             "broadcast" in table.kinds(a) for axis in view.axes for a in table.atoms(axis)
         )
         elements = ElementDetail(whole_examples=whole_examples)
-        return [Use(self, view, at, data, UseAxes(rows=rows), elements)]
+        return Use(self, view, at, data, UseAxes(rows=rows), elements)
 
     def elements(
         self,

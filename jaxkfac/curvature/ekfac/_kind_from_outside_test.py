@@ -9,7 +9,7 @@ from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import Use, _kind, find_layers, kind_named, register_kind
-from jaxkfac.interception.values import UseAxes, UseSite
+from jaxkfac.interception.values import UseAxes
 from jaxkfac.kinds import Dense, Elementwise
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -22,12 +22,10 @@ class Angle(Elementwise):
     primitives = frozenset(("atan2",))
     suffix = "angle"
 
-    def find(self, table, eqn, ins, positions, scope):
-        (position,) = positions
-        if position != 0:
+    def find(self, table, at, ins):
+        if at.operand != 0:
             return "is the second operand"
-        at, axes = UseSite(eqn, 0, scope), UseAxes(rows=ins[1].axes)
-        return [Use(self, ins[0], at, ins[1], axes)]
+        return Use(self, ins[0], at, ins[1], UseAxes(rows=ins[1].axes))
 
     def gradient(self, vjp):
         n, x = (v.astype(vjp.cotangent.dtype) for v in vjp.operands)

@@ -9,7 +9,7 @@ from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import _kind, find_layers, register_kind
 from jaxkfac.interception._kind import Use
-from jaxkfac.interception.values import UseAxes, UseSite
+from jaxkfac.interception.values import UseAxes
 from jaxkfac.kinds import Rows, TwoSided, matrix_problem
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -22,15 +22,14 @@ class Ragged(TwoSided):
     primitives = frozenset(("ragged_dot_general", "ragged_dot"))
     suffix = "ragged"
 
-    def find(self, table, eqn, ins, positions, scope):
-        (position,) = positions
-        view, data = ins[position], ins[0]
-        if position != 1 or eqn.invars[1].aval.shape[0] != 1:
+    def find(self, table, at, ins):
+        view, data = ins[at.operand], ins[0]
+        if at.operand != 1 or at.eqn.invars[1].aval.shape[0] != 1:
             return "is read by a `ragged_dot` of several groups"
         if problem := matrix_problem(table, view, "ragged_dot"):
             return problem
         axes = UseAxes((view.axes[1],), (view.axes[2],), rows=data.axes[:1])
-        return [Use(self, view, UseSite(eqn, position, scope), data, axes)]
+        return Use(self, view, at, data, axes)
 
     def result_axes(self, table, use):
         return (*use.axes.rows, table.new(use.at.eqn.outvars[0].aval.shape[1], "feature"))
