@@ -18,11 +18,7 @@ from jaxkfac._mapped_axes import sum_of_varying, sum_over_devices
 from jaxkfac.blocks import BiasMode, Factors, Place, Side, Sides
 from jaxkfac.factors._diagonal_pass import gradient_block, input_means, outer_products
 from jaxkfac.interception import Layer, LayerVjp, Site, Traced, Use, kind_named
-from jaxkfac.interception.values import (
-    Atoms,
-    Scope,
-    Slot,
-)
+from jaxkfac.interception.values import Atoms, Slot
 from jaxkfac.kinds import (
     EVERY_ROW,
     ElementGradients,
@@ -301,7 +297,7 @@ class Statistics:
         return not (at.scope.scans or joined or len(use.layers) > 1 or call_kind(at.eqn))
 
     @functools.cached_property
-    def _parts(self) -> Mapping[Scope, int]:
+    def _parts(self) -> Mapping[Hashable, int]:
         """Number of parameters that are parts of one operand, or of one sum."""
         uses = self.traced.analysis.plan.all_uses()
         seen = (u for u in uses if u.kind.covered and not u.view.source.computed_from)

@@ -58,7 +58,6 @@ Example:
     True
 """
 
-from jaxkfac._arguments import leaves_by_path, with_leaves
 from jaxkfac.interception._convolutions import fast_convolutions
 from jaxkfac.interception._custom import jaxpr_of
 from jaxkfac.interception._examples import leading_to
@@ -71,6 +70,8 @@ from jaxkfac.interception._kind import (
     Reads,
     Site,
     Use,
+    UseAxes,
+    UseSite,
     kind_named,
     register_kind,
 )
@@ -112,6 +113,8 @@ __all__ = [
     "TraceCache",
     "Traced",
     "Use",
+    "UseAxes",
+    "UseSite",
     "broadcast_axes",
     "check_likelihood",
     "check_weights",
@@ -121,7 +124,6 @@ __all__ = [
     "kind_named",
     "layer",
     "leading_to",
-    "leaves_by_path",
     "lifted",
     "mark_outputs",
     "mark_rows",
@@ -132,5 +134,4 @@ __all__ = [
     "selector",
     "trace",
     "trace_marked",
-    "with_leaves",
 ]

@@ -20,7 +20,7 @@ from jaxkfac.interception._functions import (
     stack_looked_up,
     without_lookup_if_grown,
 )
-from jaxkfac.interception._kind import Data, Use, Value, kind_reading
+from jaxkfac.interception._kind import Data, Scope, Use, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
 from jaxkfac.interception._row_masks import is_mask
 from jaxkfac.interception._structured import (
@@ -30,7 +30,6 @@ from jaxkfac.interception._structured import (
 from jaxkfac.interception._uses import uses_in, uses_of
 from jaxkfac.interception._views import broadcast_axes, view_of
 from jaxkfac.interception.values._axes import fresh, propagate
-from jaxkfac.interception.values._use_site import Scope
 from jaxkfac.interception.values._values import (
     Combined,
     Constant,

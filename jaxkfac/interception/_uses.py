@@ -4,10 +4,18 @@ import math
 from collections.abc import Sequence
 
 from jaxkfac._jaxpr_compat import Eqn, is_complex, is_layer
-from jaxkfac.interception._kind import Data, Kind, Use, Value, kind_named, kind_reading
+from jaxkfac.interception._kind import (
+    Data,
+    Kind,
+    Scope,
+    Use,
+    UseSite,
+    Value,
+    kind_named,
+    kind_reading,
+)
 from jaxkfac.interception._plan import Facts
 from jaxkfac.interception.values._axes import AxisTable, fresh
-from jaxkfac.interception.values._use_site import Scope, UseSite
 from jaxkfac.interception.values._values import (
     Combined,
     Constant,

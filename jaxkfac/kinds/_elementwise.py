@@ -17,6 +17,8 @@ from jaxkfac.interception import (
     LayerVjp,
     Reads,
     Use,
+    UseAxes,
+    UseSite,
     register_kind,
 )
 from jaxkfac.interception.values import (
@@ -24,8 +26,6 @@ from jaxkfac.interception.values import (
     Axes,
     AxisTable,
     Statistic,
-    UseAxes,
-    UseSite,
     View,
     cuts_of,
     entry,

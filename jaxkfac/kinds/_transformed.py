@@ -12,14 +12,11 @@ from jaxkfac.interception import (
     LayerVjp,
     Reads,
     Use,
-    register_kind,
-)
-from jaxkfac.interception.values import (
-    Atoms,
-    AxisTable,
     UseAxes,
     UseSite,
+    register_kind,
 )
+from jaxkfac.interception.values import Atoms, AxisTable
 from jaxkfac.kinds._elementwise import ElementGradients, ElementSquares, Elementwise
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example

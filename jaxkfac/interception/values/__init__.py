@@ -28,11 +28,6 @@ from jaxkfac.interception.values._slots import (
     entry,
     statistic,
 )
-from jaxkfac.interception.values._use_site import (
-    Scope,
-    UseAxes,
-    UseSite,
-)
 from jaxkfac.interception.values._values import (
     View,
 )
@@ -46,11 +41,8 @@ __all__ = [
     "Index",
     "Piece",
     "Range",
-    "Scope",
     "Slot",
     "Statistic",
-    "UseAxes",
-    "UseSite",
     "View",
     "Window",
     "cuts_of",
