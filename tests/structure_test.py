@@ -1,6 +1,8 @@
 """The inside is open to a stranger: what `python -m benchmarks.structure` counts stays so."""
 
 import ast
+import dataclasses
+import typing
 
 import pytest
 
@@ -13,6 +15,8 @@ from benchmarks.structure import (
     names_layout,
     sources,
 )
+from jaxkfac.interception import Kind, Use
+from jaxkfac.interception.values import View
 
 
 def trees(**files):
@@ -77,6 +81,14 @@ def test_doors_and_kinds_stay_as_they_are_recorded():
     assert counted["in files"] == 1
     assert counted["comparisons of a layer's kind with a string"] <= 8
     assert counted["class names of more than one class"] == []
+
+
+def test_the_records_of_a_use_stay_small():
+    for record in (Use, View):
+        assert len(dataclasses.fields(record)) <= 9 and record.__dataclass_params__.frozen
+    attributes = {name for name in typing.get_type_hints(Kind) if not name.startswith("_")}
+    methods = {name for name, x in vars(Kind).items() if callable(x) and not name.startswith("_")}
+    assert len(attributes) <= 9 and len(methods) <= 9
 
 
 @pytest.mark.slow

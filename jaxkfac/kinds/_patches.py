@@ -117,7 +117,7 @@ class KernelOrder(NamedTuple):
     """The order in which a convolution reads its kernel.
 
     Attributes:
-        groups: Sizes of the use's ``batch_axes``.
+        groups: Sizes of the axes in the use's ``axes.stack``.
         reversed: For each spatial axis, whether the kernel is read back to front along it.
     """
 
