@@ -7,10 +7,14 @@ goes back from results. How a structured equation is entered is written here and
 """
 
 import abc
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
 
 from jaxkfac._jaxpr_compat import (
     Eqn,
@@ -20,6 +24,7 @@ from jaxkfac._jaxpr_compat import (
     bodies_of,
     call_kind,
     checkpoint_like,
+    equation_signature,
     evaluate,
     is_var,
     num_selectors,
@@ -77,6 +82,44 @@ def steps_of(jaxpr: Jaxpr, is_special: Callable[[int, Eqn], bool]) -> list[Segme
             steps.append(run)
         needed = (needed - written.keys()) | read.keys()
     return steps[::-1]
+
+
+def with_shared_runs(steps: Sequence[Segment | int]) -> list[Segment | int]:
+    """The steps, in which equal segments are one function, as in the layers of a decoder.
+
+    JAX then differentiates it once and not once for each layer. It is inlined where it is called,
+    so the program that comes out is the same.
+    """
+    signatures = {k: _signature(x) for k, x in enumerate(steps) if isinstance(x, Segment)}
+    number, shared = collections.Counter(signatures.values()), {}
+
+    def of(position: int, step: Segment | int) -> Segment | int:
+        signature = signatures.get(position)
+        if signature is None or isinstance(step, int) or number[signature] == 1:
+            return step
+        run = shared.setdefault(signature, jax.jit(step.run, inline=True))
+        return dataclasses.replace(step, run=run)
+
+    return [of(position, step) for position, step in enumerate(steps)]
+
+
+def _signature(segment: Segment) -> Hashable:
+    """A key for what a segment does, whatever its variables are called; ``None`` with effects."""
+    if any(eqn.effects for eqn in segment.eqns):
+        return None
+    numbers: dict[Var, int] = {}
+
+    def key(operand: VarOrLiteral) -> Hashable:
+        if is_var(operand):
+            return numbers.setdefault(operand, len(numbers))
+        return operand.aval, np.asarray(operand.val).tobytes()
+
+    inputs = tuple((key(v), v.aval) for v in segment.invars)
+    equations = tuple(
+        (equation_signature(eqn), *map(key, eqn.invars), *map(key, eqn.outvars))
+        for eqn in segment.eqns
+    )
+    return inputs, equations, tuple(map(key, segment.outvars))
 
 
 # ---------------- forward

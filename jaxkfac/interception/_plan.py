@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
-from jaxkfac._interpreter import Segment, steps_of
+from jaxkfac._interpreter import Segment, steps_of, with_shared_runs
 from jaxkfac._jaxpr_compat import Eqn, Jaxpr, bodies_of, is_stateful
 from jaxkfac.interception._constant_rows import Meeting
 from jaxkfac.interception._kind import Use, Value
@@ -214,5 +214,6 @@ def plan_steps(plan: Plan, encoded: frozenset[str]) -> list[Segment | int]:
             for p, c in plan.calls.items()
             if c.exports_views or any(map(is_special, c.all_uses()))
         }
-        plan.steps = steps_of(plan.jaxpr, lambda position, _: position in special)
+        steps = steps_of(plan.jaxpr, lambda position, _: position in special)
+        plan.steps = with_shared_runs(steps)
     return plan.steps

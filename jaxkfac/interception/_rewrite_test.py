@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from jaxkfac._interpreter import Segment
 from jaxkfac._jaxpr_compat import call_kind
+from jaxkfac.interception import _plan
+from jaxkfac.interception._plan import plan_steps
 from jaxkfac.interception._trace import trace
 from jaxkfac.interception.values._slots import Slot
 
@@ -194,3 +197,69 @@ def test_functions_that_close_over_tracers_are_rewritten_inside_the_trace():
         return rewritten(lambda p, x: x @ p["w"] + offset)(p, x)
 
     np.testing.assert_allclose(outer(PARAMS, X, 3.0), X @ PARAMS["w"] + 3.0, rtol=1e-6)
+
+
+# ---------------- equal runs of equations between the layers
+
+
+def layers(*scales):
+    """A program of layers that differ in a literal."""
+
+    def fn(params, x):
+        for w, scale in zip(params, scales, strict=True):
+            x = jnp.tanh(scale * jnp.sin(x @ w)) * x
+        return x
+
+    return fn, [jnp.full((3, 3), 0.1 * (1 + k)) for k, _ in enumerate(scales)]
+
+
+def runs(fn, params, x):
+    steps = plan_steps(trace(fn, params, x).analysis.plan, frozenset())
+    return [step.run for step in steps if isinstance(step, Segment)]
+
+
+ROWS = jnp.arange(6.0).reshape(2, 3)
+
+
+def test_equal_runs_between_the_layers_are_one_function():
+    first, second, third = runs(*layers(2.0, 2.0, 2.0), ROWS)
+    assert first is second is third
+
+
+def test_runs_that_differ_in_a_literal_are_two_functions():
+    first, second, third = runs(*layers(2.0, 3.0, 2.0), ROWS)
+    assert first is third and first is not second
+
+
+def test_runs_with_operands_in_other_places_are_two_functions():
+    def fn(params, x):
+        first, second = x @ params[0], x @ params[1]
+        x = (jnp.sin(first) - x) @ params[2]
+        return (x - jnp.sin(second)) @ params[2]
+
+    assert len(set(runs(fn, [jnp.ones((3, 3))] * 3, ROWS))) == 2
+
+
+def test_runs_with_effects_are_not_shared(capfd):
+    def fn(params, x):
+        for w in params:
+            x = x @ w
+            jax.debug.print("layer", ordered=True)
+            x = jnp.sin(x)
+        return x
+
+    params = [jnp.ones((3, 3))] * 2
+    assert len(set(runs(fn, params, ROWS))) == 2
+    jax.jit(rewritten(fn))(params, ROWS).block_until_ready()
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("layer") == 2
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.checkpoint], ids=["plain", "remat"])
+def test_shared_runs_leave_the_differentiated_program_as_it_is(transform, monkeypatch):
+    fn, params = layers(2.0, 2.0, 2.0)
+    fn = transform(fn)
+    grad = lambda: jax.grad(lambda p, x: rewritten(fn)(p, x).sum(), (0, 1))
+    shared = jax.jit(grad()).lower(params, ROWS).as_text()
+    monkeypatch.setattr(_plan, "with_shared_runs", list)
+    assert jax.jit(grad()).lower(params, ROWS).as_text() == shared
