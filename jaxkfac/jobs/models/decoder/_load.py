@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxkfac._errors import installed_by
 from jaxkfac.flax import NnxApply, from_nnx
 from jaxkfac.jobs.models.checkpoint import (
     HeadTensors,
@@ -99,12 +100,8 @@ def open_gguf(
     Raises:
         ValueError: the file is damaged, or holds an unsupported model.
     """
-    try:
+    with installed_by("pretrained"):
         from gguf import GGUFReader
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{error.name} is not installed: pip install "jaxkfac[pretrained]"', name=error.name
-        ) from None
     try:
         reader = GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
