@@ -24,7 +24,6 @@ from jaxkfac.jobs.models.checkpoint import (
     TiedApply,
     Tokenizer,
     alone,
-    check_tensors,
     fill,
     fill_shapes,
     open_weights,
@@ -303,21 +302,16 @@ def load_decoder(
     config, source, tokenizer, stored = open_checkpoint(path, gguf_pre=gguf_pre)
     fused = "model.layers.0.self_attn.qkv_proj.weight" in source.shapes
     leaves = layout(config, fused=fused, embedding=stored.embedding)
-    check_tensors(
-        source.shapes,
-        leaves,
-        str(path),
-        what="decoder",
-        repeats=lambda name: repeats(name, leaves),
-        hint=stored.hint,
-    )
     params = fill(
         source,
         leaves,
+        str(path),
+        model="decoder",
+        repeats=lambda name: repeats(name, leaves),
+        hint=stored.hint,
         dtype=checked_dtype(dtype),
         sharding=sharding,
         quantize=quantize,
-        what=f"loading {path}",
     )
     apply_fn = decoder_function(config, remat, attention)
     folder = str(path) if path.is_dir() else None
