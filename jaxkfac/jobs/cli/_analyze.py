@@ -171,11 +171,7 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
     if arguments.report:
         _write_page(arguments.report, checkpoint, spectra, capacity)
     if arguments.figures:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
-        for name, svg in factor_figures(spectra).items():
-            path = arguments.figures / f"{name}.svg"
-            with whole_file(path, f"the figure {name}", nbytes=len(svg)) as file:
-                file.write(svg)
+        write_figures(arguments.figures, spectra)
     if arguments.json:
         plain = [record._asdict() for record in spectra]
         result = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
@@ -203,6 +199,14 @@ def _check_options(arguments: AnalyzeArguments) -> None:
                 f"{named_options} are for a pretrained model, and {arguments.checkpoint} is none: "
                 "expected a folder with config.json, a .gguf file or smollm2"
             )
+
+
+def write_figures(folder: Path, spectra: Sequence[SpectrumRecord]) -> None:
+    """Write the figures of the factors as SVG files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in factor_figures(spectra).items():
+        with whole_file(folder / f"{name}.svg", f"the figure {name}", nbytes=len(svg)) as file:
+            file.write(svg)
 
 
 def _write_page(

@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.files import whole_file, write_text
+from jaxkfac.files import write_text
+from jaxkfac.jobs.cli._analyze import write_figures
 from jaxkfac.jobs.cli._checkpoint import as_config, check_output
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._options import AnalyzeArguments, check_least
@@ -19,7 +20,6 @@ from jaxkfac.jobs.report import (
     CapacityReport,
     ModelMemory,
     analysis_page,
-    factor_figures,
     memory_plan_table,
     print_analysis,
     spectrum_records,
@@ -158,11 +158,7 @@ def _write(arguments: AnalyzeArguments, record: AnalysisRecord) -> None:
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, analysis_page(record), "the report")
     if arguments.figures:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
-        for name, svg in factor_figures(record.spectra).items():
-            path = arguments.figures / f"{name}.svg"
-            with whole_file(path, f"the figure {name}", nbytes=len(svg)) as file:
-                file.write(svg)
+        write_figures(arguments.figures, record.spectra)
 
 
 def _page(arguments: AnalyzeArguments) -> Path:

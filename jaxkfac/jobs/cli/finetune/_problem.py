@@ -289,24 +289,13 @@ def adapter_config(experiment: Finetuning, family: Family) -> Config:
     Raises:
         ValueError: the nonlinearity is unknown, or cannot be imported.
     """
-    chosen = experiment.adapter
-    from_data = chosen.sigma_from_data
-    return Config(
-        rank=chosen.rank,
-        alpha=chosen.alpha,
-        target=family.target if chosen.target is None else chosen.target,
-        exclude=chosen.exclude,
-        fourier_placement=chosen.fourier_placement,
-        init_sigma=chosen.init_sigma if from_data is None else RmsSigma(from_data),
-        reg_weight=chosen.reg_weight,
-        dropout=chosen.dropout,
-        rslora=chosen.rslora,
-        rank_pattern=chosen.rank_pattern,
-        alpha_pattern=chosen.alpha_pattern,
-        modules_to_save=chosen.modules_to_save,
-        ensure_weight_tying=chosen.ensure_weight_tying,
-        nonlinearity=_registered(chosen.nonlinearity),
-    )
+    chosen, names = experiment.adapter, (field.name for field in dataclasses.fields(Config))
+    settings = {name: getattr(chosen, name) for name in names if hasattr(chosen, name)}
+    settings["target"] = family.target if chosen.target is None else chosen.target
+    if chosen.sigma_from_data is not None:
+        settings["init_sigma"] = RmsSigma(chosen.sigma_from_data)
+    settings["nonlinearity"] = _registered(chosen.nonlinearity)
+    return Config(**settings)
 
 
 def started(experiment: Finetuning, pretrained: Pretrained) -> tuple[Adapters, Config]:
