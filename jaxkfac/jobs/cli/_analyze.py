@@ -220,7 +220,6 @@ def _write_page(
         else {},
         spectra=spectra,
         capacity=capacity,
-        coverage=[],
         config=checkpoint.config,
         versions=versions(),
         answer=curvature_answer(spectra, capacity),

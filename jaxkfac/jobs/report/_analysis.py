@@ -406,7 +406,6 @@ def analysis_page(record: AnalysisRecord) -> str:
     return report_page(
         title=f"Spectra and capacity of {record.model}",
         lead=lead,
-        runs={},
         spectra=record.spectra,
         coverage=record.coverage,
         config=record.config,

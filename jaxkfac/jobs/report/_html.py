@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 from typing import Any
 
 from jaxkfac._text import number
@@ -115,11 +116,11 @@ def report_page(
     *,
     title: str,
     lead: str,
-    runs: Mapping[str, RunRecords],
-    spectra: Sequence[SpectrumRecord],
-    coverage: Sequence[CoverageRow],
     config: Mapping[str, Any],
     versions: Mapping[str, str],
+    runs: Mapping[str, RunRecords] = MappingProxyType({}),
+    spectra: Sequence[SpectrumRecord] = (),
+    coverage: Sequence[CoverageRow] = (),
     capacity: CapacityReport | None = None,
     stages: Stage | None = None,
     host_memory: Mapping[str, int | None] | None = None,
@@ -134,11 +135,11 @@ def report_page(
     Args:
         title: Heading of the page.
         lead: One sentence below it.
+        config: Every option that decides the result; may be nested.
+        versions: Versions of the software.
         runs: ``{"kfac" or "adamw": records}``.
         spectra: Spectra of the factors at the end.
         coverage: Rows of the layer table.
-        config: Every option that decides the result; may be nested.
-        versions: Versions of the software.
         capacity: Metrics of the factors at the end, with what they are compared with.
         stages: Peaks of memory, from ``jk.memory.track``.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
