@@ -232,12 +232,7 @@ def _run(
     )
     with begins, processes.together("looking at the output folder"):
         folders = _check(arguments, names, writes=processes.first)
-        devices = run_devices(
-            arguments.devices,
-            arguments.mesh,
-            batch_size=experiment.batch_size,
-            processes=processes,
-        )
+        devices = run_devices(arguments, processes)
     if arguments.overwrite and processes.first:
         for folder in folders:
             remove_checkpoints(folder)

@@ -146,12 +146,7 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
         _check(arguments)
         check_output(arguments, held_run([folder]), writes=processes.first)
         experiment = arguments.experiment
-        devices = run_devices(
-            arguments.devices,
-            arguments.mesh,
-            batch_size=experiment.batch_size,
-            processes=processes,
-        )
+        devices = run_devices(arguments, processes)
     if arguments.overwrite and processes.first:
         remove_checkpoints(folder)
         remove_best(folder)
