@@ -158,11 +158,6 @@ class ProgramBytes:
         return self._of
 
     @property
-    def factor_bytes(self) -> int:
-        """Bytes of all factors of one step."""
-        return 0 if self._of is None else self._of.factors
-
-    @property
     def smallest_budget(self) -> int:
         """The smallest possible ``max_factor_bytes``."""
         return 0 if self._of is None else self._of.smallest_budget

@@ -238,13 +238,6 @@ def check_encoding(max_length: int, loss_on: str) -> None:
         raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
 
 
-def encode_record(
-    record: Record, tokenizer: TokenizerLike, *, loss_on: LossOn = "assistant"
-) -> list[Example]:
-    """One record, as the examples that its chat template requires, not cut."""
-    return encode_with_ending(record, tokenizer, loss_on=loss_on).examples
-
-
 EndToken = Literal["written", "appended", "unlearned"]
 
 
