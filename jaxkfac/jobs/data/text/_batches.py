@@ -24,8 +24,7 @@ from jaxkfac.jobs.data.text._encode import (
     Record,
     TokenizerLike,
     check_encoding,
-    encode_with_ending,
-    truncate,
+    encode_counted,
 )
 from jaxkfac.jobs.data.text._formats import parse_record
 from jaxkfac.jobs.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
@@ -235,10 +234,7 @@ def token_stream(
         arrange = functools.partial(_packed, length=max_length)
 
     def encode(record: Record, tally: Tally) -> list[Example]:
-        encoded = encode_with_ending(record, tokenizer, loss_on=loss_on)
-        tally.appended += encoded.end == "appended"
-        tally.unlearned += encoded.end == "unlearned"
-        return [x for example in encoded.examples if (x := _counted(example, max_length, tally))]
+        return encode_counted(record, tokenizer, tally, max_length=max_length, loss_on=loss_on)
 
     def collate(rows_of_batch: Sequence[tuple[Example, ...]]) -> TokenBatch:
         return _padded(rows_of_batch, lengths, tokenizer.pad_id)
@@ -253,20 +249,6 @@ def token_stream(
         window=window,
         seed=seed,
     )
-
-
-def _counted(example: Example, max_length: int, tally: Tally) -> Example | None:
-    """The example, cut to length; ``None`` if no token in the loss is left."""
-    tally.longest = max(tally.longest, len(example.ids))
-    tally.truncated += len(example.ids) > max_length
-    example = truncate(example, max_length)
-    if not example.learnt.any():
-        tally.dropped += 1
-        return None
-    tally.examples += 1
-    tally.tokens += len(example.ids)
-    tally.learnt += int(example.learnt.sum())
-    return example
 
 
 def _packed(
