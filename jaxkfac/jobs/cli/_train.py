@@ -281,16 +281,10 @@ def factor_average(optimizer_state: ArrayTree) -> Any:
     return next((s.average for s in states if isinstance(s, KfacState)), None)
 
 
-def spectra_of(
-    optimizer_state: ArrayTree, experiment: Experiment, max_condition: float | None = None
-) -> list[SpectrumRecord]:
-    """Spectra of the factor average, clipped as in the run or at ``max_condition``."""
-    bases = jk.eigendecompose(
-        factor_average(optimizer_state),
-        max_condition=experiment.kfac.max_condition if max_condition is None else max_condition,
-        placement="host",
-        vectors=False,
-    )
+def spectra_of(optimizer_state: ArrayTree, experiment: Experiment) -> list[SpectrumRecord]:
+    """Spectra of the factor average, clipped as in the run."""
+    average, kappa = factor_average(optimizer_state), experiment.kfac.max_condition
+    bases = jk.eigendecompose(average, max_condition=kappa, placement="host", vectors=False)
     return spectrum_records(bases)
 
 
