@@ -19,10 +19,10 @@ from jaxkfac.planning._step import (
     exchanged,
     optimizer_state,
     step_needs,
-    step_of,
     traced,
     update_alone,
     update_of,
+    with_gradient,
 )
 from jaxkfac.planning._temporaries import Needs
 
@@ -267,8 +267,8 @@ class ProgramBytes:
             state = jax.eval_shape(tx.init, self.program.trained)
         if tx is None:
             return None
-        make = update_of if given_gradients else step_of
-        return make(self.program, tx, state, factors=gathered, accumulates=steps > 1)
+        update = update_of(self.program, tx, state, factors=gathered, accumulates=steps > 1)
+        return update if given_gradients else with_gradient(update, self.program, factors=gathered)
 
     def exchanged(self, steps: int, *, in_one_program: bool) -> Mapping[str, int]:
         """Bytes that devices exchange in a step, if each has a batch of this size.
