@@ -78,7 +78,7 @@ _KEYS_BY_REASON = {
         "jaxkfac/curvature/capacity/_comparison.py:_intervals: all((name in batch for batch in batches))",
     ),
     "It decides how long old bases stay; jaxkfac/curvature/host/_failures_test.py compares them with those of a service that did not fail.": (
-        "jaxkfac/curvature/host/_refresh.py:ActiveBases.hand_over: place not in self.tables or count > self._keep_previous",
+        "jaxkfac/curvature/host/_refresh.py:ActiveBases.hand_over: place not in self.tables or count > self.options.keep_previous",
     ),
     "It counts the axes of one element, which hold no values of their own.": (
         "jaxkfac/kinds/_patches.py:axis_of_devices: size > 1",

@@ -1,8 +1,9 @@
 """Errors of this library, and checks of arguments that raise them."""
 
+import contextlib
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +56,28 @@ def check_key(key: Any) -> None:
 def named(value: Any) -> str:
     """What a value is, in a few words."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+# ---------------- packages that come with an extra
+
+
+@contextlib.contextmanager
+def installed_by(extra: str, needs: str = "") -> Iterator[None]:
+    """Say of a package that cannot be imported inside which extra installs it.
+
+    Args:
+        extra: The extra.
+        needs: What needs which package; by default the error names the package.
+
+    Raises:
+        ModuleNotFoundError: a package is not installed; says how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        what = needs or f"{error.name} is not installed"
+        message = f'{what}: pip install "jaxkfac[{extra}]"'
+        raise ModuleNotFoundError(message, name=error.name) from None
 
 
 # ---------------- the errors a caller may want to catch by name

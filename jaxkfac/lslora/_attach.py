@@ -337,8 +337,8 @@ def _keys(key: Key[Array, ""], number: int, layer: Layer) -> UInt32[Array, "..."
     return jax.random.key_data(jax.random.split(mine, layer.stack) if layer.stack else mine)
 
 
-def check_rank(layer: str, adapter: Adapter, config: Config) -> None:
-    """Refuse a config of another rank than the adapter's.
+def check_rank(layer: str, adapter: Adapter, config: Config, remedy: str = "") -> None:
+    """Refuse a config of another rank than the adapter's; ``remedy`` ends the message.
 
     Raises:
         ValueError: names both.
@@ -347,7 +347,7 @@ def check_rank(layer: str, adapter: Adapter, config: Config) -> None:
     if rank != expected:
         raise ValueError(
             f"layer {layer!r}: the adapter has rank {rank}, and the config says {expected}, which "
-            "its scaling is made from"
+            f"its scaling is made from{remedy}"
         )
 
 

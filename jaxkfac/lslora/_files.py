@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkfac._errors import CheckpointMismatchError, JaxkfacError
 from jaxkfac.files import write_together
+from jaxkfac.lslora._attach import check_rank
 from jaxkfac.lslora._bank import check_names
 from jaxkfac.lslora._config import Adapter, Adapters, Config, EmbeddingAdapter, only_adapters
 from jaxkfac.lslora._folder import (
@@ -378,13 +379,11 @@ def _check_settings(layer: str, adapter: Adapter, config: Config) -> None:
         )
     if adapter.coefficients is not None and config.phi is not None:
         config.phi.check(adapter.coefficients.shape, f"layer {layer!r}")
-    rank, config_rank = adapter.a.shape[-1], config.rank_of(layer)
-    if rank != config_rank:
-        raise ValueError(
-            f"layer {layer!r}: the adapter has rank {rank}, and the config says {config_rank}, "
-            "which its scaling is made from; save it with the config that it was made with (one "
-            "out of a bank: bank.get(name, config))"
-        )
+    remedy = (
+        "; save it with the config that it was made with (one out of a bank: "
+        "bank.get(name, config))"
+    )
+    check_rank(layer, adapter, config, remedy)
 
 
 def _modules(layer: str, stack: tuple[int, ...], names: ModuleNames) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkfac._errors import CheckpointMismatchError, DamagedFileError
+from jaxkfac._errors import CheckpointMismatchError, DamagedFileError, installed_by
 from jaxkfac.files import ZEROS, checksum, is_sealed, sealed
 from jaxkfac.lslora._config import Adapter, EmbeddingAdapter
 from jaxkfac.lslora._nonlinearity import Nonlinearity
@@ -147,12 +147,8 @@ def rendered(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
 
 
 def _package(name: str) -> Any:
-    try:
+    with installed_by("pretrained"):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'safetensors is not installed: pip install "jaxkfac[pretrained]"', name=error.name
-        ) from None
 
 
 # ---------------- reading a folder

@@ -201,11 +201,7 @@ def to_record(
         "bias": "none",
         OWN: {
             "target": config.target if isinstance(config.target, str) else list(config.target),
-            "exclude": config.exclude,
-            "rank_pattern": dict(config.rank_pattern),
-            "alpha_pattern": dict(config.alpha_pattern),
-            "modules_to_save": config.modules_to_save,
-            "experts": config.experts,
+            **{name: _plain(getattr(config, name)) for name in _OWN_NAMES},
             "init_sigma": list(sigma) if isinstance(sigma, RmsSigma) else sigma,
             "reg_weight": config.reg_weight,
         },
@@ -220,6 +216,14 @@ def to_record(
         if dialect == "peft":
             record["init_lora_weights"] = NEEDS_PLUG_IN
     return record
+
+
+# Settings that a file of this library keeps under their own names.
+_OWN_NAMES = ("exclude", "rank_pattern", "alpha_pattern", "modules_to_save", "experts")
+
+
+def _plain(setting: Any) -> Any:
+    return dict(setting) if isinstance(setting, Mapping) else setting
 
 
 def _pattern_of(module: str, config: Config) -> str:
@@ -358,15 +362,11 @@ def from_record(
         sigma, target = own_settings["init_sigma"], own_settings["target"]
         return Config(
             **common,
+            **{name: own_settings[name] for name in _OWN_NAMES},
             target=target if isinstance(target, str) else tuple(target),
-            exclude=own_settings["exclude"],
             fourier_placement=placement,
             init_sigma=RmsSigma(*sigma) if isinstance(sigma, list) else sigma,
             reg_weight=own_settings["reg_weight"],
-            rank_pattern=own_settings["rank_pattern"],
-            alpha_pattern=own_settings["alpha_pattern"],
-            modules_to_save=own_settings["modules_to_save"],
-            experts=own_settings["experts"],
         )
     ranks = {n: rank for n, (rank, _) in layers.items() if rank != record["r"]}
     alphas = {n: alpha for n, (_, alpha) in layers.items() if alpha != record["lora_alpha"]}

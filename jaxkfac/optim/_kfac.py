@@ -26,6 +26,7 @@ from jaxkfac.optim._schedules import (
     check_numbers,
     check_scheduled_damping,
     known_clipping,
+    or_auto,
 )
 from jaxkfac.optim._stacks import Stacks
 
@@ -234,10 +235,10 @@ def kfac(
         using Kronecker-factored approximations, 2017 (the norm constraint).
     """
     by_model = isinstance(learning_rate, str)
-    damping = _or_auto(damping, LevenbergMarquardt() if by_model else SAFE_DAMPING)
-    mode = _or_auto(damping_mode, "pi" if by_model else "exact")
-    momentum = _or_auto(momentum, "quadratic" if by_model else 0.9)
-    constraint = _or_auto(norm_constraint, None if by_model else SAFE_NORM)
+    damping = or_auto(damping, LevenbergMarquardt() if by_model else SAFE_DAMPING)
+    mode = or_auto(damping_mode, "pi" if by_model else "exact")
+    momentum = or_auto(momentum, "quadratic" if by_model else 0.9)
+    constraint = or_auto(norm_constraint, None if by_model else SAFE_NORM)
     adaptation = Adaptation.of(learning_rate, momentum, damping, constraint)
     # Numbers that the model chooses are not checked.
     rate = 0.0 if isinstance(learning_rate, str) else learning_rate
@@ -290,7 +291,3 @@ def kfac(
         )
 
     return as_optax("kfac", like, build, KfacState)
-
-
-def _or_auto(choice: Any, automatic: Any) -> Any:
-    return automatic if isinstance(choice, str) and choice == "auto" else choice

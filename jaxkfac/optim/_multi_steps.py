@@ -16,14 +16,12 @@ from jaxkfac._errors import named, scalar
 from jaxkfac.blocks import (
     Factors,
     check_like,
-    of_parameters,
     shapes_of_turn,
     stored_like,
     with_origin,
     without_loss_terms,
     zeros_like,
 )
-from jaxkfac.interception import fast_convolutions
 from jaxkfac.optim._accumulators import (
     Accumulators,
     MemoryKind,
@@ -32,29 +30,26 @@ from jaxkfac.optim._accumulators import (
     check_memory_kind,
     checked_accumulator_dtype,
 )
-from jaxkfac.optim._mapped_update import check_reduced
 from jaxkfac.optim._multi_steps_state import (
     MultiStepsState,
     check_not_nested,
-    check_statistics,
     check_structure_of_turn,
+    checked_statistics,
     factors_in,
-    kfac_states,
     single_steps,
+    updated_where,
     without_empty,
 )
 from jaxkfac.optim._quadratic_model import as_operator, check_batch
 from jaxkfac.optim._trees import (
     all_finite,
-    cast_like,
     check_like_momentum,
     checked_state,
     gradients_only,
     is_concrete,
     sum_dtype,
-    with_constants,
 )
-from jaxkfac.optim._watch import check_factors_have_come, is_in_range
+from jaxkfac.optim._watch import is_in_range
 
 Schedule = int | Callable[[Any], Any]
 
@@ -229,11 +224,12 @@ class _Groups:
     ) -> tuple[ArrayTree, MultiStepsState]:
         grads = updates  # optax uses one word for inputs and outputs
         state = checked_state("multi_steps: the state", state, MultiStepsState)
-        factors = _checked_factors(grads, state, factors, terms)
-        brings_factors, origin = factors is not None, getattr(factors, "origin", None)
-        if factors is not None and terms is None:
-            terms = factors.terms if factors.loss_terms is None else factors.loss_terms
         stored = state.accumulation.acc_grads
+        check_like_momentum(grads, stored["grads"])
+        factors, terms = checked_statistics(factors, terms, stored["factors"], state.inner)
+        if factors is not None:
+            check_structure_of_turn(factors, stored["factors"])
+        brings_factors, origin = factors is not None, getattr(factors, "origin", None)
         wide = stored["terms"].dtype
         accumulators = self._accumulators(wide)
         factors = _as_summed(factors, stored, accumulators)
@@ -255,14 +251,10 @@ class _Groups:
                 group = _pooled(accumulators.unpacked(total)["factors"], factors)
                 # The inner transformation reads in it which axes the group is reduced over.
                 pooled["factors"] = with_origin(group, origin or group.origin)
-            updates, inner_state = self.inner.update(mean, inner_state, params, **pooled, **extra)
-            return cast_like(grads, updates), inner_state
+            return self.inner.update(mean, inner_state, params, **pooled, **extra)
 
-        def wait(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
-            return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
-
-        updates, inner_state = jax.lax.cond(ended & some, fast_convolutions(run), wait, state.inner)
-        return with_constants(grads, updates), MultiStepsState(
+        updates, inner_state = updated_where(ended & some, run, grads, state.inner)
+        return updates, MultiStepsState(
             accumulation=accumulation,
             inner=inner_state,
             skipped=skipped,
@@ -292,25 +284,6 @@ class _Groups:
     def _accumulators(self, wide: np.dtype) -> Accumulators:
         storage_dtype = wide if self.storage_dtype is None else self.storage_dtype
         return Accumulators(wide, storage_dtype, self.memory_kind)
-
-
-def _checked_factors(
-    grads: ArrayTree, state: Any, factors: Factors | None, terms: ArrayLike | None
-) -> Factors | None:
-    """The factors in the form that is stored; refuses what does not fit the state."""
-    stored = state.accumulation.acc_grads
-    check_like_momentum(grads, stored["grads"])
-    stored_layers = () if stored["factors"] is None else stored["factors"].layers
-    if isinstance(factors, Factors) and not any(x.computed_from for x in stored_layers):
-        factors = of_parameters(factors)  # the form that the inner transformation keeps
-    check_statistics(factors, terms, stored["factors"])
-    check_reduced("multi_steps", factors)
-    if factors is not None:
-        check_structure_of_turn(factors, stored["factors"])
-    if factors is None or factors.loss_terms is not None:  # collected at some micro-batches
-        for node in kfac_states(state.inner):
-            check_factors_have_come(node.missed, node.stacked_average, stored["factors"], factors)
-    return factors
 
 
 def _as_summed(factors: Factors | None, stored: Sums, accumulators: Accumulators) -> Factors | None:

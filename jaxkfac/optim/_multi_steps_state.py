@@ -1,13 +1,14 @@
 """State of ``multi_steps``, checks of what it is given, and groups of a single micro-batch."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import scalar
@@ -102,12 +103,6 @@ def check_structure_of_turn(factors: Factors, stored: Factors) -> None:
         )
 
 
-def kfac_states(state: ArrayTree) -> list[KfacState]:
-    """The states of :func:`jaxkfac.kfac` inside a state."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, KfacState))
-    return [node for node in nodes if isinstance(node, KfacState)]
-
-
 def factors_in(state: ArrayTree) -> Factors | None:
     """The factors that an inner transformation averages, if any."""
     ours = KfacState, KfeAdamState
@@ -123,7 +118,54 @@ def factors_in(state: ArrayTree) -> Factors | None:
     return functools.reduce(Factors.packed_like, averages, all_factors[0])
 
 
-def check_statistics(
+def checked_statistics(
+    factors: Factors | None, terms: ArrayLike | None, stored: Factors | None, inner: Any
+) -> tuple[Factors | None, ArrayLike | None]:
+    """A micro-batch's factors in the form that is stored, and its number of loss terms.
+
+    Args:
+        factors: Factors that ``update`` was given.
+        terms: Number of loss terms that it was given; ``None`` takes that of the factors.
+        stored: Factors that the state keeps, or their shapes.
+        inner: State of the inner transformation.
+
+    Raises:
+        ValueError: what was given does not fit the state, or factors are due and have not come.
+    """
+    layers = () if stored is None else stored.layers
+    if isinstance(factors, Factors) and not any(x.computed_from for x in layers):
+        factors = of_parameters(factors)  # the form that the inner transformation keeps
+    _check_statistics(factors, terms, stored)
+    check_reduced("multi_steps", factors)
+    if factors is None or factors.loss_terms is not None:  # collected at some steps
+        for node in states_of(inner, KfacState):
+            check_factors_have_come(node.missed, node.stacked_average, stored, factors)
+    if factors is not None and terms is None:
+        terms = factors.terms if factors.loss_terms is None else factors.loss_terms
+    return factors, terms
+
+
+def updated_where(
+    due: Bool[Array, ""],
+    update: Callable[[Any], tuple[ArrayTree, Any]],
+    grads: ArrayTree,
+    inner_state: Any,
+) -> tuple[ArrayTree, Any]:
+    """``update(inner_state)`` where it is due; otherwise zeros, and the state as it is."""
+
+    def run(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
+        updates, inner_state = update(inner_state)
+        return cast_like(grads, updates), inner_state
+
+    def wait(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
+        return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
+
+    # A cond, not a select of every leaf; see ``once_where``.
+    updates, inner_state = jax.lax.cond(due, fast_convolutions(run), wait, inner_state)
+    return with_constants(grads, updates), inner_state
+
+
+def _check_statistics(
     factors: Factors | None, terms: ArrayLike | None, stored: Factors | None
 ) -> None:
     """Refuse an update without counts, or with factors other than those that are expected.
@@ -201,17 +243,8 @@ def single_steps(
         state = checked_state("multi_steps: the state", state, MultiStepsState)
         check_like_momentum(grads, {} if params is None else gradients_only(params))
         expected = like if like is not None else factors_in(state.inner)
-        layers = () if expected is None else expected.layers
-        if isinstance(factors, Factors) and not any(x.computed_from for x in layers):
-            factors = of_parameters(factors)  # the form that the inner transformation keeps
-        check_statistics(factors, terms, expected)
-        check_reduced("multi_steps", factors)
-        if factors is None or factors.loss_terms is not None:  # collected at some steps
-            for node in kfac_states(state.inner):
-                check_factors_have_come(node.missed, node.stacked_average, expected, factors)
+        factors, terms = checked_statistics(factors, terms, expected, state.inner)
         if factors is not None:
-            num_terms = factors.terms if factors.loss_terms is None else factors.loss_terms
-            terms = num_terms if terms is None else terms
             assert expected is not None  # checked above
             if factors.origin is None:
                 factors = with_origin(factors, expected.origin)
@@ -231,17 +264,12 @@ def single_steps(
 
         def run(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
             given = {} if factors is None else {"factors": factors}
-            updates, inner_state = inner.update(grads, inner_state, params, **given, **extra)
-            return cast_like(grads, updates), inner_state
+            return inner.update(grads, inner_state, params, **given, **extra)
 
-        def wait(inner_state: ArrayTree) -> tuple[ArrayTree, Any]:
-            return jax.tree.map(jnp.zeros_like, gradients_only(grads)), inner_state
-
-        # A cond, not a select of every leaf; see ``once_where``.
-        updates, inner_state = jax.lax.cond(some, fast_convolutions(run), wait, state.inner)
+        updates, inner_state = updated_where(some, run, grads, state.inner)
         counters = state.accumulation
         one_more = optax.safe_increment(counters.gradient_step)
-        return with_constants(grads, updates), MultiStepsState(
+        return updates, MultiStepsState(
             accumulation=counters._replace(gradient_step=one_more),
             inner=inner_state,
             skipped=left_out,

@@ -32,7 +32,7 @@ from jaxkfac.optim._kfac import kfac
 from jaxkfac.optim._kfac_state import KfacState
 from jaxkfac.optim._kfe_adam import KfeAdamState, kfe_adam
 from jaxkfac.optim._mapped_update import Arguments, MappedAxes
-from jaxkfac.optim._multi_steps_state import MultiStepsState, kfac_states
+from jaxkfac.optim._multi_steps_state import MultiStepsState
 from jaxkfac.optim._spring import SpringState
 from jaxkfac.optim._trees import checked_state, states_of
 
@@ -388,9 +388,8 @@ def _warn_of_uncovered(problems: list[tuple[str, str]]) -> None:
 
 def _refuse_groups(state: ArrayTree) -> None:
     """Refuse micro-batches for an optimizer that needs the loss of their whole group."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MultiStepsState))
-    groups = [node for node in nodes if isinstance(node, MultiStepsState)]
-    if any(node.adaptation for group in groups for node in kfac_states(group.inner)):
+    groups = states_of(state, MultiStepsState)
+    if any(node.adaptation for group in groups for node in states_of(group.inner, KfacState)):
         raise ValueError(
             "jk.multi_steps around a kfac that adapts itself needs the loss of the whole group, "
             "and a step has that of one micro-batch: give jk.kfac a learning rate, take "

@@ -81,6 +81,11 @@ def check_auto(**options: Any) -> None:
             raise ValueError(f'{name}={option!r}: expected a number, or "auto"')
 
 
+def or_auto(choice: Any, automatic: Any) -> Any:
+    """What ``"auto"`` stands for in its place; any other choice as it is."""
+    return automatic if isinstance(choice, str) and choice == "auto" else choice
+
+
 def check_weight_decay(weight_decay: Any) -> None:
     """Refuse what is no number, and a negative number if its value is concrete."""
     _number("weight_decay", weight_decay, "a number, 0.0 for no weight decay")

@@ -24,7 +24,7 @@ from jaxkfac.optim._schedules import (
     at_step,
     check_learning_rate,
     check_numbers,
-    check_weight_decay,
+    or_auto,
 )
 from jaxkfac.optim._trees import (
     check_like_momentum,
@@ -467,11 +467,11 @@ def spring(
     """
     one_of("rows", rows, get_args(Rows))
     of_residuals = rows == "residuals"
-    rate: Any = _or_auto(learning_rate, "search" if of_residuals else 0.05)
+    rate: Any = or_auto(learning_rate, "search" if of_residuals else 0.05)
     searches = isinstance(rate, str)
-    damping = _or_auto(damping, "adaptive" if searches else 1e-3)
-    decay: Any = _or_auto(momentum, 0.9 if of_residuals else 0.95)
-    constraint = _or_auto(norm_constraint, None if of_residuals else 1e-3)
+    damping = or_auto(damping, "adaptive" if searches else 1e-3)
+    decay: Any = or_auto(momentum, 0.9 if of_residuals else 0.95)
+    constraint = or_auto(norm_constraint, None if of_residuals else 1e-3)
     if num_steps is not None:
         at_least_one(num_steps=num_steps)
     if searches:
@@ -490,7 +490,6 @@ def spring(
     check_numbers(
         refresh_every=1, momentum=decay, norm_constraint=constraint, weight_decay=weight_decay
     )
-    check_weight_decay(weight_decay)
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
     tx = _Spring(num_steps, rows, rate, damping, decay, constraint, floor, weight_decay, budget)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -505,7 +504,3 @@ def _check_damping(damping: Any, *, searches: bool) -> None:
     scalar("damping", damping, 'a positive number, or "adaptive"')
     if not 0 < float(damping) < float("inf"):
         raise ValueError(f"damping must be finite and positive, got {damping}")
-
-
-def _or_auto(choice: Any, automatic: Any) -> Any:
-    return automatic if isinstance(choice, str) and choice == "auto" else choice

@@ -65,10 +65,7 @@ class MemoryPlan:
         by default that of the training as it stands.
         """
         estimate = self.now if estimate is None else estimate
-        if self.max_gradients is not None and estimate.gradients > self.max_gradients:
-            return False
-        host = self.host_bytes is None or estimate.host_total <= self.host_bytes
-        return host and estimate.device_total <= self.usable_bytes
+        return estimate.fits(self.usable_bytes, self.host_bytes, self.max_gradients)
 
     @property
     def usable_bytes(self) -> float:
@@ -114,7 +111,9 @@ class MemoryPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         exchange_is_known = not self.fully_sharded  # the exchanged bytes, without a compiler
-        plain = {
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["not_traced"], fields["not_compiled"]
+        return fields | {
             "now": _plain(self.now, exchange_is_known),
             "alone": {
                 option: _plain(estimate, exchange_is_known)
@@ -123,16 +122,7 @@ class MemoryPlan:
             "unavailable": dict(self.unavailable),
             "smallest": None if self.smallest is None else _plain(self.smallest, exchange_is_known),
             "best": _plain(self.best, exchange_is_known),
-            "device_bytes": self.device_bytes,
-            "host_bytes": self.host_bytes,
-            "headroom": self.headroom,
-            "max_gradients": self.max_gradients,
-            "compiled_for": self.compiled_for,
-            "within": self.within,
-            "devices": self.devices,
-            "fully_sharded": self.fully_sharded,
         }
-        return plain
 
     def __repr__(self) -> str:
         verdict = (

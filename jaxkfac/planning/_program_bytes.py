@@ -19,10 +19,10 @@ from jaxkfac.planning._step import (
     exchanged,
     optimizer_state,
     step_needs,
-    step_of,
     traced,
     update_alone,
     update_of,
+    with_gradient,
 )
 from jaxkfac.planning._temporaries import Needs
 
@@ -158,11 +158,6 @@ class ProgramBytes:
         return self._of
 
     @property
-    def factor_bytes(self) -> int:
-        """Bytes of all factors of one step."""
-        return 0 if self._of is None else self._of.factors
-
-    @property
     def smallest_budget(self) -> int:
         """The smallest possible ``max_factor_bytes``."""
         return 0 if self._of is None else self._of.smallest_budget
@@ -272,8 +267,8 @@ class ProgramBytes:
             state = jax.eval_shape(tx.init, self.program.trained)
         if tx is None:
             return None
-        make = update_of if given_gradients else step_of
-        return make(self.program, tx, state, factors=gathered, accumulates=steps > 1)
+        update = update_of(self.program, tx, state, factors=gathered, accumulates=steps > 1)
+        return update if given_gradients else with_gradient(update, self.program, factors=gathered)
 
     def exchanged(self, steps: int, *, in_one_program: bool) -> Mapping[str, int]:
         """Bytes that devices exchange in a step, if each has a batch of this size.

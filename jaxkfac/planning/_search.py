@@ -80,19 +80,32 @@ class MemoryEstimate:
         """Sum of the exchanged bytes."""
         return sum(self.exchanged.values())
 
+    def fits(
+        self, device_bytes: float | int, host_bytes: float | int | None, gradients: float | None
+    ) -> bool:
+        """Whether it fits the device, the host and a step of some gradients' cost.
+
+        ``None`` means no limit.
+        """
+        if gradients is not None and self.gradients > gradients:
+            return False
+        host = host_bytes is None or self.host_total <= host_bytes
+        return host and self.device_total <= device_bytes
+
     @property
     def largest(self) -> str:
         """The largest row on the device."""
         return max(self.at_once, key=self.device.__getitem__)
 
 
+@dataclasses.dataclass(eq=False)
 class Search:
     """Estimates of settings, each computed once.
 
     If temporaries are counted and a compiler is available, the set found is compiled. If it needs
     more than was counted and no longer fits, the search continues with the corrected value.
 
-    Args:
+    Attributes:
         programs: The programs.
         batch: Shapes of the batch.
         tx: The optimizer.
@@ -108,43 +121,31 @@ class Search:
         compiled: Another search whose estimates are compiled; ``None`` uses no compiler.
         within: Largest relative error of an estimated total.
         devices: Number of devices, each with a batch of this size.
-
-    Attributes:
-        within: As given.
         not_compiled: Why the set found is not compiled.
     """
 
-    def __init__(
-        self,
-        programs: TrainingPrograms,
-        batch: Any,
-        tx: optax.GradientTransformation | None,
-        curvature: CurvatureChoice | None,
-        *,
-        device_bytes: float | int,
-        host_bytes: float | int | None,
-        max_factor_bytes: int | None,
-        options: Sequence[str],
-        micro_batches: MicroBatches,
-        donate: bool = True,
-        max_gradients: float | None = None,
-        progress: Callable[[str], None] | None = None,
-        compiled: "Search | None" = None,
-        within: float = 0.0,
-        devices: int = 1,
-    ) -> None:
-        self._compiled, self.within = compiled, within
-        self.not_compiled = ""
-        self._more: dict[Setting, int] = {}  # compiled bytes beyond the counted ones
-        self._programs, self._batch, self._tx = programs, batch, tx
-        self._curvature, self._budget = curvature, max_factor_bytes
-        self._device_bytes, self._host_bytes = device_bytes, host_bytes
-        self._options, self._micro_batches = options, micro_batches
-        self._donate, self._max_gradients = donate, max_gradients
-        self._progress, self._devices = progress, devices
-        self._bytes: dict[int, ProgramBytes] = {}
-        self._updates: dict[Any, Needs | str] = {}
-        self._estimates: dict[Setting, MemoryEstimate] = {}
+    programs: TrainingPrograms
+    batch: Any
+    tx: optax.GradientTransformation | None
+    curvature: CurvatureChoice | None
+    _: dataclasses.KW_ONLY
+    device_bytes: float | int
+    host_bytes: float | int | None
+    max_factor_bytes: int | None
+    options: Sequence[str]
+    micro_batches: MicroBatches
+    donate: bool = True
+    max_gradients: float | None = None
+    progress: Callable[[str], None] | None = None
+    compiled: "Search | None" = None
+    within: float = 0.0
+    devices: int = 1
+    not_compiled: str = ""
+    # Compiled bytes beyond the counted ones.
+    _more: dict[Setting, int] = dataclasses.field(default_factory=dict)
+    _bytes: dict[int, ProgramBytes] = dataclasses.field(default_factory=dict)
+    _updates: dict[Any, Needs | str] = dataclasses.field(default_factory=dict)
+    _estimates: dict[Setting, MemoryEstimate] = dataclasses.field(default_factory=dict)
 
     @property
     def tried(self) -> list[MemoryEstimate]:
@@ -158,10 +159,7 @@ class Search:
 
     def fits(self, estimate: MemoryEstimate) -> bool:
         """Whether an estimate fits the device, the host and the cost of a step."""
-        if self._max_gradients is not None and estimate.gradients > self._max_gradients:
-            return False
-        host = self._host_bytes is None or estimate.host_total <= self._host_bytes
-        return host and estimate.device_total <= self._device_bytes
+        return estimate.fits(self.device_bytes, self.host_bytes, self.max_gradients)
 
     def estimate(self, options: Sequence[str]) -> MemoryEstimate:
         """The estimate for some options, with the fewest micro-batches that fit, else the most.
@@ -205,19 +203,19 @@ class Search:
         """The estimate for a set if it fits, compiled if a compiler is available."""
         for _ in range(_ROUNDS):
             estimate = self.estimate(options)
-            if self._compiled is None:
+            if self.compiled is None:
                 return estimate if self.fits(estimate) else None
             if not self._may_be_less(estimate):
                 return None
             setting = self._setting_of(estimate)
             try:
-                compiled_estimate = self._compiled.at(setting, estimate.factor_budget)
+                compiled_estimate = self.compiled.at(setting, estimate.factor_budget)
             except CompilerNotFoundError:
                 raise
             except CompilerError as error:
                 self.not_compiled = str(error)
                 return estimate if self.fits(estimate) else None
-            if self._compiled.fits(compiled_estimate):
+            if self.compiled.fits(compiled_estimate):
                 return compiled_estimate
             more = compiled_estimate.device_total - estimate.device_total
             if more <= 0:
@@ -237,7 +235,7 @@ class Search:
         return not settled and self.fits(less)
 
     def _setting_of(self, estimate: MemoryEstimate) -> Setting:
-        return Setting(frozenset(estimate.options), estimate.steps // self._micro_batches.steps)
+        return Setting(frozenset(estimate.options), estimate.steps // self.micro_batches.steps)
 
     def best(self) -> MemoryEstimate:
         """The estimate with the fewest bytes on the device, among those computed."""
@@ -251,8 +249,8 @@ class Search:
         return min(self.tried, key=lambda estimate: (estimate.device_total, len(estimate.options)))
 
     def _sets(self) -> Iterator[tuple[str, ...]]:
-        for size in range(len(self._options) + 1):
-            combinations: Iterator[tuple[str, ...]] = itertools.combinations(self._options, size)
+        for size in range(len(self.options) + 1):
+            combinations: Iterator[tuple[str, ...]] = itertools.combinations(self.options, size)
             dearness = lambda names: [list(OPTIONS).index(name) for name in reversed(names)]
             for names in sorted(combinations, key=dearness):
                 if all(self.needed(name) in (*names, "") for name in names):
@@ -260,10 +258,10 @@ class Search:
 
     def needed(self, name: str) -> str:
         """The option that this one requires; ``""`` for none."""
-        return OPTIONS[name].needed(self._micro_batches)
+        return OPTIONS[name].needed(self.micro_batches)
 
     def _steps(self) -> list[int]:
-        if not (steps := divisors(num_examples(self._batch))):
+        if not (steps := divisors(num_examples(self.batch))):
             raise UnavailableError("the batch is one example")
         return steps
 
@@ -281,36 +279,36 @@ class Search:
         for compiled in bounds:
             rows = self._floor(options, compiled)
             on_host = sum(rows.host.values()) - rows.host.get(WIDENING, 0)  # fewer steps need less
-            fits_host = self._host_bytes is None or on_host <= self._host_bytes
-            off = self.within if self._compiled and compiled == "gradient" else 0.0
-            if not (fits_host and rows.device_total <= (1 + off) * self._device_bytes):
+            fits_host = self.host_bytes is None or on_host <= self.host_bytes
+            off = self.within if self.compiled and compiled == "gradient" else 0.0
+            if not (fits_host and rows.device_total <= (1 + off) * self.device_bytes):
                 return False
         return True
 
     def _bytes_of(self, setting: Setting) -> ProgramBytes:
-        program = self._programs(setting)
+        program = self.programs(setting)
         if id(program) not in self._bytes:
             self._bytes[id(program)] = ProgramBytes(
                 program,
-                self._tx,
-                self._curvature,
-                self._micro_batches,
-                donate=self._donate,
+                self.tx,
+                self.curvature,
+                self.micro_batches,
+                donate=self.donate,
                 updates=self._updates,
             )
         return self._bytes[id(program)]
 
     def _least(self, of: ProgramBytes, setting: Setting) -> int:
-        if Budget.name not in setting or self._curvature is None:
+        if Budget.name not in setting or self.curvature is None:
             return 0
-        return self._budget or of.smallest_budget
+        return self.max_factor_bytes or of.smallest_budget
 
     def _estimate(self, setting: Setting) -> MemoryEstimate:
         if setting not in self._estimates:
             self._tell(setting)
             of, budget = self._bytes_of(setting), None
             if Budget.name in setting:
-                budget = self._budget or self._affordable(of, setting)
+                budget = self.max_factor_bytes or self._affordable(of, setting)
             self._estimates[setting] = self._estimate_at(of, setting, budget)
         return self._estimates[setting]
 
@@ -325,14 +323,14 @@ class Search:
         rows, costs = self._rows(of, setting, budget), setting.costs(of, budget)
         return MemoryEstimate(
             tuple(costs),
-            setting.steps * self._micro_batches.steps,
+            setting.steps * self.micro_batches.steps,
             rows.device,
             rows.host,
             costs,
             budget,
             setting.gradients(of, budget),
-            self._programs.temporaries.compiled,
-            setting.exchanged(of) if self._devices > 1 else {},
+            self.programs.temporaries.compiled,
+            setting.exchanged(of) if self.devices > 1 else {},
         )
 
     def _rows(self, of: ProgramBytes, setting: Setting, budget: int | None) -> MemoryRows:
@@ -344,10 +342,10 @@ class Search:
         return rows
 
     def _tell(self, setting: Setting) -> None:
-        if self._progress is not None:
-            compiling = "compiling " * self._programs.temporaries.compiled
+        if self.progress is not None:
+            compiling = "compiling " * self.programs.temporaries.compiled
             names = " + ".join(x.title for x in setting.ordered) or "as it stands"
-            self._progress(compiling + names)
+            self.progress(compiling + names)
 
     @property
     def main_temporaries(self) -> int:
@@ -358,7 +356,7 @@ class Search:
         """A budget that leaves room for the other rows; the least possible one if none does."""
         least = of.smallest_budget
         rows = setting.rows(of, least, compiled="gradient")
-        room = int(self._device_bytes) - rows.device_total + rows.device["factors"]
+        room = int(self.device_bytes) - rows.device_total + rows.device["factors"]
         budget = min(max(room, least), of.largest_budget)
         # A pass allocates more than its factors; only its program shows how much more.
         too_much: int | None = None
@@ -377,4 +375,4 @@ class Search:
 
     def _over(self, of: ProgramBytes, setting: Setting, budget: int) -> int:
         """Bytes beyond the device's under a budget."""
-        return self._rows(of, setting, budget).device_total - int(self._device_bytes)
+        return self._rows(of, setting, budget).device_total - int(self.device_bytes)

@@ -252,7 +252,7 @@ def test_an_option_may_cost_too_much(programs):
     dear = search(programs, device.device_total, options=("remat", "budget"))
     found = dear.smallest()
     assert found is not None and found.gradients > 4 / 3
-    dear._max_gradients = 4 / 3
+    dear.max_gradients = 4 / 3
     assert dear.smallest() is None
 
 

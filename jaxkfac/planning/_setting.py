@@ -40,8 +40,7 @@ class Setting:
     @property
     def of_program(self) -> "Setting":
         """The options that change the program; the place of factors and weights does not."""
-        names = frozenset(option.name for option in self.ordered if option.changes_program)
-        return Setting(names, self.steps)
+        return self.only(lambda option: option.changes_program)
 
     @property
     def of_factors(self) -> "Setting":
@@ -51,14 +50,16 @@ class Setting:
     @property
     def of_shapes(self) -> "Setting":
         """The setting without the options that change only activations."""
-        names = frozenset(option.name for option in self.ordered if option.changes_shapes)
-        return Setting(names, self.steps)
+        return self.only(lambda option: option.changes_shapes)
 
     @property
     def of_more_bits(self) -> "Setting":
         """The setting without the options that reduce bits."""
-        names = frozenset(option.name for option in self.ordered if not option.shortens)
-        return Setting(names, self.steps)
+        return self.only(lambda option: not option.shortens)
+
+    def only(self, wanted: Callable[[Option], bool]) -> "Setting":
+        """The setting with the options that are wanted."""
+        return Setting(frozenset(x.name for x in self.ordered if wanted(x)), self.steps)
 
     def program(self, plain: TrainingProgram) -> TrainingProgram:
         """The program with these options applied.
@@ -200,8 +201,7 @@ class TrainingPrograms:
         """
         key = setting.of_program
         if not self.temporaries.compiled:
-            names = (option.name for option in key.ordered if not option.only_compiled)
-            key = Setting(frozenset(names), key.steps)
+            key = key.only(lambda option: not option.only_compiled)
         if key not in self._programs:
             try:
                 program = key.program(self._plain)

@@ -146,34 +146,17 @@ class Step(NamedTuple):
     args: tuple[Any, ...]
 
 
-def step_of(
-    program: TrainingProgram,
-    tx: optax.GradientTransformation,
-    state: Any,
-    *,
-    factors: bool,
-    accumulates: bool = False,
-) -> Step:
-    """Build gradient and update as one program.
-
-    Args:
-        program: The program.
-        tx: The optimizer.
-        state: Shapes of its state.
-        factors: Whether factors are gathered and passed to the optimizer.
-        accumulates: Whether to pass the number of loss terms, by which sums are weighted.
-    """
-    apply = update_of(program, tx, state, factors=factors, accumulates=accumulates).fn
+def with_gradient(update: Step, program: TrainingProgram, *, factors: bool) -> Step:
+    """Gradient and update as one program, with the update from :func:`update_of`."""
 
     def step(trained: Any, state: Any, batch: Any, inputs: ExtraInputs) -> Any:
         if factors:
             value, grads, factors_of_step = program.collect(trained, batch, inputs)
         else:
             (value, grads), factors_of_step = program.gradient(trained, batch, inputs), None
-        return *apply(trained, state, batch, inputs, grads, factors_of_step), value
+        return *update.fn(trained, state, batch, inputs, grads, factors_of_step), value
 
-    trained, batch, extra = program.arguments
-    return Step(step, (trained, program.divided(state), batch, extra))
+    return Step(step, update.args[:4])
 
 
 def update_of(
@@ -184,8 +167,14 @@ def update_of(
     factors: bool,
     accumulates: bool = False,
 ) -> Step:
-    """Build the update of :func:`step_of` alone, ``fn(trained, state, batch, inputs, grads,
-    factors)``; the arguments are those of that function.
+    """Build the update alone, ``fn(trained, state, batch, inputs, grads, factors)``.
+
+    Args:
+        program: The program.
+        tx: The optimizer.
+        state: Shapes of its state.
+        factors: Whether factors are gathered and passed to the optimizer.
+        accumulates: Whether to pass the number of loss terms, by which sums are weighted.
     """
     update = optax.with_extra_args_support(tx).update
     adapts, none_come = bool(nodes_of(state, AdaptationState)), _no_factors(state)

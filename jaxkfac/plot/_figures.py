@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxkfac._errors import at_least_one, instance_of, named, one_of
+from jaxkfac._errors import at_least_one, installed_by, instance_of, named, one_of
 from jaxkfac._text import shortened
 from jaxkfac.curvature import Eigenbases
 from jaxkfac.curvature.capacity import CapacityMetrics
@@ -73,11 +73,9 @@ def drawing(ax: Any, *, height: float = 3.2) -> Iterator[Any]:
     Raises:
         ImportError: matplotlib is not installed; the extra is named.
     """
-    try:
+    with installed_by("report", needs="figures need matplotlib"):
         import matplotlib as mpl
         from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError('figures need matplotlib: pip install "jaxkfac[report]"') from error
     if ax is not None:
         yield ax
         return

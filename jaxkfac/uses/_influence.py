@@ -4,7 +4,7 @@ import operator
 import warnings
 from collections.abc import Iterator
 from html import escape
-from typing import Any, NamedTuple, get_args, overload
+from typing import Any, NamedTuple, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,20 @@ class TruncatedScores(NamedTuple):
     errors: Float[Array, "Q layers"]
 
 
+class InfluenceOptions(TypedDict, total=False):
+    """Options of :func:`influence` that do not change what it returns."""
+
+    damping: BlockDamping
+    layers: str | None
+    per: Per
+    start: int | None
+    max_bytes: ByteSize | None
+    state: ArrayTree | None
+    experts: str | None
+    examples: Word | None
+    measurement: Measurement | None
+
+
 @overload
 def influence(
     objective: Objective,
@@ -142,17 +156,9 @@ def influence(
     queries: Any,
     train: Any,
     *,
-    damping: BlockDamping = ...,
-    layers: str | None = ...,
-    per: Per = ...,
     top_k: None = ...,
-    start: int | None = ...,
     query_rank: None = ...,
-    max_bytes: ByteSize | None = ...,
-    state: ArrayTree | None = ...,
-    experts: str | None = ...,
-    examples: Word | None = ...,
-    measurement: Measurement | None = ...,
+    **options: Unpack[InfluenceOptions],
 ) -> Float[Array, "..."]: ...
 @overload
 def influence(
@@ -162,17 +168,9 @@ def influence(
     queries: Any,
     train: Any,
     *,
-    damping: BlockDamping = ...,
-    layers: str | None = ...,
-    per: Per = ...,
     top_k: int | TopK,
-    start: int | None = ...,
     query_rank: None = ...,
-    max_bytes: ByteSize | None = ...,
-    state: ArrayTree | None = ...,
-    experts: str | None = ...,
-    examples: Word | None = ...,
-    measurement: Measurement | None = ...,
+    **options: Unpack[InfluenceOptions],
 ) -> TopK: ...
 # Prepared queries keep the rank of their preparation, so the result has no errors of its own.
 @overload
@@ -183,17 +181,9 @@ def influence(
     queries: Queries,
     train: Any,
     *,
-    damping: BlockDamping = ...,
-    layers: str | None = ...,
-    per: Per = ...,
     top_k: int | TopK | None = ...,
-    start: int | None = ...,
     query_rank: int,
-    max_bytes: ByteSize | None = ...,
-    state: ArrayTree | None = ...,
-    experts: str | None = ...,
-    examples: Word | None = ...,
-    measurement: Measurement | None = ...,
+    **options: Unpack[InfluenceOptions],
 ) -> Float[Array, "..."] | TopK: ...
 @overload
 def influence(
@@ -203,17 +193,9 @@ def influence(
     queries: Any,
     train: Any,
     *,
-    damping: BlockDamping = ...,
-    layers: str | None = ...,
-    per: Per = ...,
     top_k: int | TopK | None = ...,
-    start: int | None = ...,
     query_rank: int,
-    max_bytes: ByteSize | None = ...,
-    state: ArrayTree | None = ...,
-    experts: str | None = ...,
-    examples: Word | None = ...,
-    measurement: Measurement | None = ...,
+    **options: Unpack[InfluenceOptions],
 ) -> TruncatedScores: ...
 def influence(
     objective: Objective,

@@ -18,8 +18,8 @@ from jaxkfac.jobs.data.text import (
     Chat,
     Completion,
     Message,
-    encode_record,
     encode_records,
+    encode_with_ending,
     parse_record,
     record_files,
     token_stream,
@@ -69,7 +69,7 @@ def shown(ids, learnt):
 
 
 def row_of(record, tokenizer):
-    (example,) = encode_record(record, tokenizer)
+    (example,) = encode_with_ending(record, tokenizer).examples
     return shown(*example)
 
 
@@ -126,23 +126,23 @@ def test_a_model_is_asked_with_the_tokens_that_it_was_taught_with(kind, monkeypa
     tokenizer = made(kind)
     start = "<s> " if "BOS" in kind else ""
     expected = ids_of(f"{start}Fe is")
-    (taught,) = encode_record(Completion(PROMPT, ANSWER), tokenizer)
+    (taught,) = encode_with_ending(Completion(PROMPT, ANSWER), tokenizer).examples
     assert taught.ids.tolist() == [*expected, *ids_of("iron </s>")]
     assert taught.ids[taught.learnt].tolist() == ids_of("iron </s>")
     assert sent(PROMPT, tokenizer, monkeypatch) == expected
     asked = Requests.__new__(Requests)
     asked.tokenizer, asked.prefix_id = tokenizer, 0
     assert asked._pair(PROMPT, " iron") == (expected, ids_of("iron"))
-    (text,) = encode_record(Completion("", "Fe is iron"), tokenizer)
+    (text,) = encode_with_ending(Completion("", "Fe is iron"), tokenizer).examples
     assert text.ids.tolist() == ids_of(f"{start}Fe is iron </s>")
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_text_that_was_rendered_before_has_its_start_and_its_end_once(kind, monkeypatch):
     tokenizer = made(kind)
-    (text,) = encode_record(Completion("", "<s> Fe is iron </s>"), tokenizer)
+    (text,) = encode_with_ending(Completion("", "<s> Fe is iron </s>"), tokenizer).examples
     assert text.ids.tolist() == ids_of("<s> Fe is iron </s>")
-    (parts,) = encode_record(Completion("<s> Fe is", "iron </s>"), tokenizer)
+    (parts,) = encode_with_ending(Completion("<s> Fe is", "iron </s>"), tokenizer).examples
     assert parts.ids.tolist() == text.ids.tolist()
     assert sent("<s> Fe is", tokenizer, monkeypatch) == ids_of("<s> Fe is")
 
@@ -161,7 +161,7 @@ def test_a_tokenizer_that_begins_each_text_with_a_space_puts_none_before_an_answ
     )
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.Fuse()])
     spaced = Tokenizer(tokenizer, eos_ids=(1,), special={"eos_token": "</s>"})
-    (example,) = encode_record(Completion(prompt, answer), spaced)
+    (example,) = encode_with_ending(Completion(prompt, answer), spaced).examples
     assert tokenizer.decode(example.ids[:-1].tolist()) == " Fe is iron"
     asked = Requests.__new__(Requests)
     asked.tokenizer, asked.prefix_id = spaced, 0
@@ -210,7 +210,7 @@ def test_a_flag_that_is_no_truth_value_is_refused(tmp_path):
 
 
 def test_the_byte_tokenizer_of_the_docs_teaches_no_end_before_an_answer():
-    (example,) = encode_record(Completion("Fe is ", "iron"), byte_tokenizer())
+    (example,) = encode_with_ending(Completion("Fe is ", "iron"), byte_tokenizer()).examples
     assert example.ids.tolist().count(1) == 1 and example.ids[-1] == 1
     assert byte_tokenizer().decode(example.ids[example.learnt].tolist()) == "iron"
 
@@ -264,7 +264,7 @@ def test_generation_marks_that_leave_out_the_end_are_said():
 def test_an_end_token_of_another_name_in_the_template_is_followed_by_eos():
     """ChatML on a base model whose end token is another: generation would not stop."""
     chatml = made(template=ENDS.replace("</s>", " <|im_end|>") + OPEN)
-    (example,) = encode_record(CHAT, chatml)
+    (example,) = encode_with_ending(CHAT, chatml).examples
     assert example.ids[example.learnt].tolist() == ids_of("iron <|im_end|> </s>")
 
 

@@ -107,12 +107,12 @@ def _may_change(x: np.ndarray) -> bool:
 
 @dataclasses.dataclass
 class Copy:
-    """A copy that has been started, on its way into the average.
+    """An array on its way into the average; later its copy, which :meth:`started` starts.
 
     Attributes:
         entry: The entry it belongs to.
-        sums: The result of :func:`start_copy`.
-        count: The result of :func:`start_copy`.
+        sums: The array; later the result of :func:`start_copy`.
+        count: Its count; later the result of :func:`start_copy`.
         first: The first iteration in it.
         step: The step of the push, for errors.
         age: How many different steps had been pushed by then.
@@ -126,6 +126,11 @@ class Copy:
     step: int
     age: int
     donated: jax.Array | None
+
+    def started(self) -> "Copy":
+        """This copy once it has been started."""
+        sums = start_copy(self.sums)
+        return dataclasses.replace(self, sums=sums, count=start_copy(self.count))
 
     def add_to(self, averages: Averages) -> None:
         """Wait for the copy, add it to the average, and delete a donated array."""
@@ -206,7 +211,7 @@ class Push:
         arrays = arrays_of(factors, self._layout, first_iteration)
         # Weak, so that a push that is never repeated does not keep a step's factors alive.
         self._arrays = {place: weakref.ref(sums) for place, sums in _sums(factors).items()}
-        self._age = state.schedule.pushed_to(step).age
+        age = state.schedule.pushed_to(step).age
         # Before anything is copied: a budget that is too small is the caller's mistake, and must
         # not cost a step.
         state.check_budget(self._layout, double=self._double)
@@ -219,7 +224,10 @@ class Push:
             for i, (_, sums, _) in enumerate(arrays)
         ]
         self._num_arrays = len(arrays)
-        items = [_Item(*array, gone) for array, gone in zip(arrays, donated, strict=True)]
+        items = [
+            Copy(*array, first_iteration, step, age, gone)
+            for array, gone in zip(arrays, donated, strict=True)
+        ]
         # All in one batch if they fit, so that either all or none of a step's factors arrive.
         fits = sum(item.sums.nbytes for item in items) <= state.options.in_flight_bytes
         batches = [items] if fits else [[item] for item in items]
@@ -292,18 +300,7 @@ class Push:
             names = [item.entry.name for item in batch.items]
             what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
             self._averaging.take(sizes, what)
-            copies = [
-                Copy(
-                    item.entry,
-                    start_copy(item.sums),
-                    start_copy(item.count),
-                    self._first,
-                    self._step,
-                    self._age,
-                    item.donated,
-                )
-                for item in batch.items
-            ]
+            copies = [item.started() for item in batch.items]
             queue = collections.deque(zip(batch.keys, copies, strict=True))
             del copies
             call = functools.partial(_average, self._state, self._averaging, queue)
@@ -317,18 +314,10 @@ class Push:
             raise
 
 
-@dataclasses.dataclass(frozen=True)
-class _Item:
-    entry: Entry
-    sums: Any
-    count: Any
-    donated: jax.Array | None
-
-
 class _CopyBatch:
     """Arrays that are copied together; later the job that holds their copies."""
 
-    def __init__(self, items: list[_Item]) -> None:
+    def __init__(self, items: list[Copy]) -> None:
         self.items = items
         self.keys: list[object] = [object() for _ in items]
         self.job: Job | None = None

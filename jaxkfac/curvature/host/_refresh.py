@@ -19,7 +19,7 @@ from jaxkfac.curvature._eigenbases import Eigenbases, identity_bases
 from jaxkfac.curvature._placement import UNCOMMITTED, ResultSharding, put_result
 from jaxkfac.curvature.host._average import Averages, Snapshot
 from jaxkfac.curvature.host._decompose import Decomposer, Shares, failure
-from jaxkfac.curvature.host._options import BasesIn, VectorsDtype
+from jaxkfac.curvature.host._options import HostOptions
 from jaxkfac.curvature.host._store import Store
 from jaxkfac.curvature.host._threads import Job, Monitor, Workers
 from jaxkfac.linalg.spectral import HostSpectrum, Spectrum
@@ -219,51 +219,43 @@ class Decompositions:
                 self.done = True
 
 
+@dataclasses.dataclass(eq=False)
 class ActiveBases:
     """The spectra in use.
 
-    Args:
-        max_condition: For reading the bases.
-        floor: For reading the bases.
-        keep_previous: How many refreshes in a row a spectrum may be kept because its
-            decomposition failed.
-        bases_in: ``"host"`` keeps eigenvectors in host memory.
-        vectors_dtype: The dtype of eigenvectors; ``None`` for that of the factors.
-        rank: How many leading eigenvectors are kept; ``None`` for all.
-        store: Where eigenvectors are allocated that stay on the host rounded or truncated.
-
     Attributes:
+        options: Of the service: how bases are read, where and in which dtype eigenvectors are
+            kept, how many of them, and how often in a row one may be kept for want of another.
+        store: Where eigenvectors are allocated that stay on the host rounded or truncated.
         tables: ``{place: spectrum, or the mean of a diagonal}``.
         rank_errors: ``{block name: relative error}`` caused by ``rank``.
         kept: ``{block name: number of refreshes in a row for which it was kept}``.
     """
 
-    def __init__(
-        self,
-        max_condition: float,
-        floor: float,
-        keep_previous: int,
-        bases_in: BasesIn = "device",
-        vectors_dtype: VectorsDtype | None = None,
-        rank: int | None = None,
-        *,
-        store: Store,
-    ) -> None:
-        self._store = store
-        self._max_condition, self._floor = max_condition, floor
-        self._keep_previous = keep_previous
-        self._in_host, self._vectors_dtype = bases_in == "host", vectors_dtype
-        self._rank = rank
-        self.rank_errors: dict[str, float] = {}
-        self.tables: dict[Place, Any] = {}
-        self.kept: dict[str, int] = {}
-        self._bases: Eigenbases | None = None
+    options: HostOptions
+    store: Store
+    tables: dict[Place, Any] = dataclasses.field(default_factory=dict)
+    rank_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    _bases: Eigenbases | None = None
+
+    @property
+    def _in_host(self) -> bool:
+        return self.options.bases_in == "host"
+
+    @property
+    def _clipping(self) -> dict[str, float]:
+        return {"max_condition": self.options.max_condition, "floor": self.options.floor}
+
+    def _stored_as(self, columns: int, dtype: DTypeLike) -> tuple[int, np.dtype]:
+        """How many of so many eigenvectors are kept, and in which dtype."""
+        kept_dtype = jnp.dtype(self.options.vectors_dtype or dtype)
+        return min(self.options.rank or columns, columns), kept_dtype
 
     def bases(self, layout: Layout, origin: Origin | None) -> Eigenbases:
         """The bases; the same object until the next hand-over."""
         if self._bases is None:
-            clipping = {"max_condition": self._max_condition, "floor": self._floor}
-            self._bases = Eigenbases.of_blocks(layout, self.tables, **clipping, origin=origin)
+            self._bases = Eigenbases.of_blocks(layout, self.tables, **self._clipping, origin=origin)
         return self._bases
 
     def take_identities(self, like: Factors) -> None:
@@ -274,22 +266,20 @@ class ActiveBases:
         eyes: dict[tuple[int, Any], np.ndarray] = {}
 
         def eye(size: int, dtype: DTypeLike) -> Any:
-            columns = min(self._rank or size, size)
-            kept_dtype = np.dtype(dtype if self._vectors_dtype is None else self._vectors_dtype)
+            columns, kept_dtype = self._stored_as(size, dtype)
             if not self._in_host:
                 # The last columns, because eigenvalues are ascending and a rank keeps the leading
                 # ones.
                 return jnp.eye(size, dtype=kept_dtype)[:, size - columns :]
             if (size, kept_dtype) not in eyes:
-                eyes[size, kept_dtype] = self._store.zeros(
+                eyes[size, kept_dtype] = self.store.zeros(
                     (size, columns), kept_dtype, "the first bases"
                 )
                 np.fill_diagonal(eyes[size, kept_dtype][size - columns :], 1)
             return eyes[size, kept_dtype]
 
-        clipping = {"max_condition": self._max_condition, "floor": self._floor}
         self._bases = None
-        bases = identity_bases(like, eye=eye, **clipping)
+        bases = identity_bases(like, eye=eye, **self._clipping)
         self.tables |= {place: side.data for place, side in bases.sides.items()}
 
     def stored(
@@ -303,14 +293,13 @@ class ActiveBases:
             name: Name of their block, for errors.
             counted: Whether they are allocated in the store already.
         """
-        dtype = vectors.dtype if self._vectors_dtype is None else jnp.dtype(self._vectors_dtype)
-        columns = min(self._rank or vectors.shape[-1], vectors.shape[-1])
+        columns, dtype = self._stored_as(vectors.shape[-1], vectors.dtype)
         if counted and (dtype, columns) == (vectors.dtype, vectors.shape[-1]):
             return vectors if self._in_host else put_result(vectors, where)
         shape, leading = (*vectors.shape[:-1], columns), vectors[..., -columns:]
         if not self._in_host:
             return put_result(np.ascontiguousarray(leading.astype(dtype)), where)
-        out = self._store.empty(shape, np.dtype(dtype), f"the basis of {name}")
+        out = self.store.empty(shape, dtype, f"the basis of {name}")
         out[...] = leading
         return out
 
@@ -334,13 +323,13 @@ class ActiveBases:
             count = self.kept.get(name, 0) + 1
             # Failures first: if one of them raises, no spectrum has been replaced, and the old
             # bases are complete.
-            if place not in self.tables or count > self._keep_previous:
+            if place not in self.tables or count > self.options.keep_previous:
                 raise error
             self.kept[name] = count
             del failures[place]
             warnings.warn(
                 f"{error}. The previous basis of {name} is kept, refresh {count} of at most "
-                f"{self._keep_previous}",
+                f"{self.options.keep_previous}",
                 RuntimeWarning,
                 stacklevel=4,  # the caller of ``HostCurvature.bases``
             )
@@ -350,8 +339,9 @@ class ActiveBases:
             where = shardings.get(block.source.place, UNCOMMITTED)
             self.tables.pop(place, None)
             values, vectors = results[place]
-            if vectors is not None and self._rank is not None:
-                values, self.rank_errors[block.name] = _with_mean_tail(values, self._rank)
+            rank = self.options.rank
+            if vectors is not None and rank is not None:
+                values, self.rank_errors[block.name] = _with_mean_tail(values, rank)
             if place.table == "diagonals":
                 self.tables[place] = put_result(values, where)
             else:

@@ -212,15 +212,7 @@ class HostCurvature:
             monitor,
             schedule,
             store,
-            ActiveBases(
-                options.max_condition,
-                options.floor,
-                options.keep_previous,
-                options.bases_in,
-                options.vectors_dtype,
-                options.rank,
-                store=store,
-            ),
+            ActiveBases(options, store),
             Decomposer(options.placement, options.reuse_tolerance, options.dtype),
         )
         if like is not None:

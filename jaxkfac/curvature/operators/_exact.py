@@ -113,6 +113,12 @@ class ExactOperator(Operator):
         form = FORMS.get(self.rule)
         return super().forms(vectors) if form is None else _forms(self, form, list(vectors))
 
+    def summed(self, function: Callable[[Chunk], Any]) -> Any:
+        """The sum of ``function`` over the chunks of all devices."""
+        per_chunk, examples = self.over_chunks(function), (self.batch, self.labels)
+        total = sum_over_chunks(per_chunk, examples, self.chunk, in_loop=fast_convolutions)
+        return sum_over_devices(total, self.axes)
+
     def over_chunks(self, function: Callable[[Chunk], Any]) -> Callable[[Any, Any], Any]:
         """``function`` of a chunk, as a function of the chunk's ``(batch, labels)`` and index."""
         # Counts are those of the full batch: a chunk's mask keeps another number of terms, and the
@@ -159,13 +165,7 @@ def _product(operator: ExactOperator, leaves: Leaves) -> Leaves:
         # Widened before the chunks are added: a sum of many chunks in 16 bits stops growing.
         return {path: x.astype(statistics_dtype(x.dtype)) for path, x in out.items()}
 
-    product = sum_over_chunks(
-        operator.over_chunks(widened),
-        (operator.batch, operator.labels),
-        operator.chunk,
-        in_loop=fast_convolutions,
-    )
-    return sum_over_devices(product, operator.axes)
+    return operator.summed(widened)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -177,13 +177,7 @@ def _forms(
         path: jnp.stack([vector[path].astype(struct.dtype) for vector in vectors])
         for path, struct in structs.items()
     }
-    forms = sum_over_chunks(
-        operator.over_chunks(lambda chunk: form(chunk, stacked)),
-        (operator.batch, operator.labels),
-        operator.chunk,
-        in_loop=fast_convolutions,
-    )
-    return sum_over_devices(forms, operator.axes)
+    return operator.summed(lambda chunk: form(chunk, stacked))
 
 
 def checked_batch(

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jaxkfac._arguments import ArrayTree, is_differentiable, partition, with_leaves
-from jaxkfac._errors import nearest
+from jaxkfac._errors import installed_by, nearest
 from jaxkfac.linalg import statistics_dtype
 
 # ---------------- optional libraries
@@ -27,13 +27,8 @@ def load(module: str) -> ModuleType:
     Raises:
         ImportError: it is not installed; the message says how to install it.
     """
-    try:
+    with installed_by("operators"):
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"this needs {module.partition('.')[0]}, which is not installed: "
-            'pip install "jaxkfac[operators]"'
-        ) from error
 
 
 # ---------------- matmul precision

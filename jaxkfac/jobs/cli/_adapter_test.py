@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkfac._errors import DamagedFileError
-from jaxkfac.jobs.cli._inspect import run_adapter_inspect
+from jaxkfac.jobs.cli._inspect import run_adapter
+from jaxkfac.jobs.cli._inspect_options import AdapterArguments
 from jaxkfac.lslora import Adapter, Config, save
 
 A, B = jnp.ones((2, 4, 3)), jnp.ones((2, 3, 5))
@@ -15,10 +16,10 @@ CURVED = Adapter(A, B, jnp.array([[0.0, 1, 0, 0], [0.5, 1, -0.25, 0]]), jnp.arra
 
 def test_every_module_has_a_row_with_its_numbers(tmp_path, capsys):
     save(tmp_path, {"layers/q_proj/kernel": CURVED}, Config(rank=3), name="task")
-    run_adapter_inspect(tmp_path, name="task")
+    run_adapter(AdapterArguments("inspect", tmp_path, name="task"))
     shown = capsys.readouterr().out
     assert "layers.0.q_proj" in shown and "LSLORA adapter 'task'" in shown and "-0.25" in shown
-    run_adapter_inspect(tmp_path, name="task", as_json=True)
+    run_adapter(AdapterArguments("inspect", tmp_path, name="task", json=True))
     found = json.loads(capsys.readouterr().out)
     assert found["config"]["fourier_placement"] == "output"
     assert found["modules"]["layers.1.q_proj"] == {
@@ -35,7 +36,7 @@ def test_every_module_has_a_row_with_its_numbers(tmp_path, capsys):
 def test_slices_are_counted(tmp_path, capsys):
     twelve = Adapter(*(jnp.repeat(x[:1], 12, 0) for x in CURVED))
     save(tmp_path, {"layers/q_proj/kernel": twelve}, Config(rank=3))
-    run_adapter_inspect(tmp_path, as_json=True)
+    run_adapter(AdapterArguments("inspect", tmp_path, json=True))
     rows = json.loads(capsys.readouterr().out)["modules"]
     assert list(rows) == [f"layers.{i}.q_proj" for i in range(12)]
 
@@ -43,7 +44,7 @@ def test_slices_are_counted(tmp_path, capsys):
 def test_long_names_of_modules_are_whole_where_lines_are_short(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     save(tmp_path, {"model/layers/self_attn/q_proj/kernel": CURVED}, Config(rank=3))
-    run_adapter_inspect(tmp_path)
+    run_adapter(AdapterArguments("inspect", tmp_path))
     (row,) = [x for x in capsys.readouterr().out.split("\n") if "layers.1.self_attn.q_proj" in x]
     assert row.split() == "model.layers.1.self_attn.q_proj 3 4 5 0.5 1 -0.25 0 3 0.188 0.25".split()
 
@@ -51,7 +52,7 @@ def test_long_names_of_modules_are_whole_where_lines_are_short(tmp_path, capsys,
 def test_plain_lora_is_said_to_be_plain(tmp_path, capsys):
     plain = {"q_proj/kernel": Adapter(A[0], B[0], None, None)}
     save(tmp_path, plain, Config(rank=3, fourier_placement="none"), dialect="peft")
-    run_adapter_inspect(tmp_path)
+    run_adapter(AdapterArguments("inspect", tmp_path))
     assert "plain LoRA: there is no nonlinearity" in " ".join(capsys.readouterr().out.split())
 
 
@@ -59,17 +60,17 @@ def test_an_edited_config_is_shown_with_a_warning(tmp_path, capsys):
     save(tmp_path, {"q/kernel": CURVED}, Config(rank=3))
     file = tmp_path / "adapter_config.json"
     file.write_text(file.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.25'))
-    run_adapter_inspect(tmp_path, as_json=True)
+    run_adapter(AdapterArguments("inspect", tmp_path, json=True))
     shown = capsys.readouterr()
     assert json.loads(shown.out)["config"]["lora_dropout"] == 0.25
     assert shown.err.startswith(f"warning: {file} is damaged, or was edited")
     file.write_text("{")
     with pytest.raises(DamagedFileError):
-        run_adapter_inspect(tmp_path)
+        run_adapter(AdapterArguments("inspect", tmp_path))
 
 
 def test_a_folder_without_an_adapter_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="no adapter in .*: it has no adapter_config.json"):
-        run_adapter_inspect(tmp_path)
+        run_adapter(AdapterArguments("inspect", tmp_path))
     with pytest.raises(FileNotFoundError, match="no adapter in .*nope, which does not exist"):
-        run_adapter_inspect(tmp_path / "nope")
+        run_adapter(AdapterArguments("inspect", tmp_path / "nope"))

@@ -171,11 +171,7 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
     if arguments.report:
         _write_page(arguments.report, checkpoint, spectra, capacity)
     if arguments.figures:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
-        for name, svg in factor_figures(spectra).items():
-            path = arguments.figures / f"{name}.svg"
-            with whole_file(path, f"the figure {name}", nbytes=len(svg)) as file:
-                file.write(svg)
+        write_figures(arguments.figures, spectra)
     if arguments.json:
         plain = [record._asdict() for record in spectra]
         result = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
@@ -205,6 +201,14 @@ def _check_options(arguments: AnalyzeArguments) -> None:
             )
 
 
+def write_figures(folder: Path, spectra: Sequence[SpectrumRecord]) -> None:
+    """Write the figures of the factors as SVG files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in factor_figures(spectra).items():
+        with whole_file(folder / f"{name}.svg", f"the figure {name}", nbytes=len(svg)) as file:
+            file.write(svg)
+
+
 def _write_page(
     path: Path, checkpoint: Checkpoint, spectra: Sequence[SpectrumRecord], capacity: CapacityReport
 ) -> None:
@@ -216,7 +220,6 @@ def _write_page(
         else {},
         spectra=spectra,
         capacity=capacity,
-        coverage=[],
         config=checkpoint.config,
         versions=versions(),
         answer=curvature_answer(spectra, capacity),

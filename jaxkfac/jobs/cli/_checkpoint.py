@@ -139,18 +139,22 @@ def say_nothing_saved(folder: Path) -> None:
     print(f"stopped inside an update: the last checkpoint counts; {last}", file=sys.stderr)
 
 
-def check_output(
-    output: Path,
-    folders: Sequence[Path],
-    *,
-    resume: bool,
-    overwrite: bool,
-    writes: bool = True,
-) -> None:
-    """Refuse a run in ``output``, with checkpoints in ``folders``, that would harm another run.
+def held_run(folders: Sequence[Path]) -> str:
+    """What the folders hold, for :func:`check_output`: the first that has a checkpoint counts."""
+    checkpoint = next(filter(None, map(find_checkpoint, folders)), None)
+    return "" if checkpoint is None else f"a run ({checkpoint})"
 
-    The process that ``writes`` also tests, before anything is read or compiled, whether ``output``
-    is writable. With ``overwrite``, removing the old checkpoints is left to the caller.
+
+def check_output(arguments: Any, held: str, *, writes: bool = True) -> None:
+    """Refuse a run that would harm the one in its output folder.
+
+    The process that ``writes`` also tests, before anything is read or compiled, whether the folder
+    is writable. With ``overwrite``, removing the old files is left to the caller.
+
+    Args:
+        arguments: Options with ``output``, ``resume`` and ``overwrite``.
+        held: What the output folder already holds; empty for nothing.
+        writes: Whether this process writes there.
 
     Raises:
         ValueError: there is a run, and neither ``resume`` nor ``overwrite`` was requested; or
@@ -158,25 +162,20 @@ def check_output(
         NotADirectoryError: ``output`` is a file, or lies below one.
         OSError: no file can be written there.
     """
+    output = arguments.output
     check_folder(output)
-    if resume and overwrite:
+    if arguments.resume and arguments.overwrite:
         raise ValueError("--resume continues and --overwrite starts over: give one of them")
-    for folder in folders:
-        checkpoint = find_checkpoint(folder)
-        if checkpoint is not None and not (resume or overwrite):
-            raise ValueError(
-                f"{output} already holds a run ({checkpoint}): continue it with --resume, "
-                "replace it with --overwrite, or choose another --output"
-            )
+    if held and not (arguments.resume or arguments.overwrite):
+        raise ValueError(
+            f"{output} already holds {held}: continue it with --resume, replace it with "
+            "--overwrite, or choose another --output"
+        )
     if writes:
         probe_folder(output)
-        if resume and folders and not any(map(find_checkpoint, folders)):
-            say_nothing_to_resume(output)
-
-
-def say_nothing_to_resume(output: Path) -> None:
-    """Report on standard error that ``--resume`` finds nothing, so the run starts anew."""
-    print(f"--resume: nothing to resume in {output}, so the run starts anew", file=sys.stderr)
+        if arguments.resume and not held:
+            nothing = f"--resume: nothing to resume in {output}, so the run starts anew"
+            print(nothing, file=sys.stderr)
 
 
 def remove_checkpoints(folder: Path) -> None:

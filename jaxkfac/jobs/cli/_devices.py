@@ -107,20 +107,19 @@ class RunDevices(NamedTuple):
 ONE_DEVICE = RunDevices(None)
 
 
-def run_devices(
-    devices: str, mesh: str | None, *, batch_size: int, processes: RunProcesses = ALONE
-) -> RunDevices:
+def run_devices(arguments: Any, processes: RunProcesses = ALONE) -> RunDevices:
     """The devices that the options request.
 
     Args:
-        devices: ``"all"`` or a number.
-        mesh: ``"data=4,model=2"``, or either axis alone; ``None`` gives all devices to ``data``.
-        batch_size: Examples of a micro-batch, which ``data`` must divide.
+        arguments: Arguments of ``train`` or ``finetune``: ``devices`` (``"all"`` or a number),
+            ``mesh`` (``"data=4,model=2"``, or either axis alone; ``None`` gives all devices to
+            ``data``), and the examples of a micro-batch, which ``data`` must divide.
         processes: Processes of the run. Several processes use all of their devices.
 
     Raises:
         ValueError: the options do not go together, or ask for too many devices.
     """
+    devices, mesh = arguments.devices, arguments.mesh
     axes, device_count = axis_sizes(devices, mesh), jax.device_count()
     count = math.prod(axes.values())
     if mesh is not None and devices not in ("1", "all", str(count)):
@@ -132,7 +131,7 @@ def run_devices(
             f"{count} of the {device_count} devices of all processes were asked for, which leaves "
             "some process without work: take --devices all, or a --mesh of all of them"
         )
-    if batch_size % axes["data"]:
+    if (batch_size := arguments.experiment.batch_size) % axes["data"]:
         raise ValueError(
             f"{axes['data']} devices do not divide a batch of {batch_size} examples: choose a "
             f"--batch-size that is a multiple of {axes['data']}, or fewer devices for data"

@@ -11,6 +11,7 @@ import pytest
 
 from jaxkfac.jobs.cli._checkpoint import load_checkpoint
 from jaxkfac.jobs.cli._devices import run_devices
+from jaxkfac.jobs.cli._options import Experiment, TrainArguments
 
 TINY = [
     *("--model.width", "16", "--model.hidden", "16", "--model.depth", "1"),
@@ -101,9 +102,10 @@ def test_a_run_goes_on_with_other_devices(one_device, tmp_path):
 )
 def test_devices_that_cannot_be_are_refused(words, message):
     with pytest.raises(ValueError, match=message):
-        run_devices(*words, batch_size=32)
+        run_devices(TrainArguments(devices=words[0], mesh=words[1]))
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_refused():
+    arguments = TrainArguments(Experiment(batch_size=33), devices="1", mesh="data=2")
     with pytest.raises(ValueError, match="2 devices do not divide a batch of 33 examples"):
-        run_devices("1", "data=2", batch_size=33)
+        run_devices(arguments)

@@ -5,11 +5,12 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jaxkfac._errors import DamagedFileError
@@ -18,12 +19,9 @@ from jaxkfac.jobs.cli._inspect_options import (
     DoctorArguments,
     ModelsArguments,
 )
-from jaxkfac.jobs.report import terminal_table
+from jaxkfac.jobs.report import terminal_table, versions
 from jaxkfac.lslora import Diagnosis, Nonlinearity, SavedModules, diagnose, read_modules
-
-if TYPE_CHECKING:
-    from jaxkfac.memory import Finding
-
+from jaxkfac.memory import TROUBLESHOOTING_PAGE, Finding, bytes_text, inspect_environment
 
 # ---------------- `jaxkfac adapter inspect`: the nonlinearity of every layer of a saved adapter
 
@@ -32,35 +30,26 @@ _NUMBERS = {"sigma": "σ", "deviation": "deviation", "nonlinearity": "nonlin."}
 
 
 def run_adapter(arguments: AdapterArguments) -> None:
-    """Run the chosen action, which is always inspect."""
-    run_adapter_inspect(arguments.folder, name=arguments.name, as_json=arguments.json)
+    """Run the chosen action, which is always inspect.
 
-
-def run_adapter_inspect(folder: Path, *, name: str = "default", as_json: bool = False) -> None:
-    """Print settings and diagnosis of an adapter written here or by PEFT; no model is needed.
-
+    It prints settings and diagnosis of an adapter written here or by PEFT; no model is needed.
     Files whose checksums do not match are shown, with a warning.
-
-    Args:
-        folder: Folder of the adapters.
-        name: Name of the adapter.
-        as_json: Print JSON instead of a table.
 
     Raises:
         FileNotFoundError: there is no such adapter.
         ValueError: the files cannot be read, or hold something other than LoRA or LS-LoRA.
     """
-    record, modules, phi = _read(folder, name)
+    record, modules, phi = _read(arguments.folder, arguments.name)
     diagnoses = {} if phi is None else jax.device_get(diagnose(modules, nonlinearity=phi.name))
     rows = {}
     for module, adapter in modules.items():
         shape = {"rank": adapter.a.shape[-1], "in": adapter.a.shape[0], "out": adapter.b.shape[1]}
         rows[module] = shape | _numbers(diagnoses.get(module))
-    if as_json:
+    if arguments.json:
         print(json.dumps({"config": record, "modules": rows}, allow_nan=False))
         return
     console = Console()
-    table = _table(rows, phi, f"{record['peft_type']} adapter {name!r}")
+    table = _table(rows, phi, f"{record['peft_type']} adapter {arguments.name!r}")
     # A line too long for the terminal is wrapped by it; a squeezed column would be lost.
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     Console(width=max(console.width, needed)).print(table)
@@ -116,18 +105,12 @@ def _table(rows: Mapping[str, Mapping[str, Any]], phi: Nonlinearity | None, titl
 
 def run_models(arguments: ModelsArguments) -> None:
     """Print the table of pretrained weights, or JSON."""
-    from jaxkfac.jobs.models.pretrained import KNOWN, cache_folder
+    from jaxkfac.jobs.models.pretrained import KNOWN, cache_folder, cached_file
 
-    rows = [_row(model, arguments.cache_dir) for model in KNOWN]
+    rows = [_row(model, cached_file(model, arguments.cache_dir)) for model in KNOWN]
     if arguments.json:
         print(json.dumps({"cache": str(cache_folder(arguments.cache_dir)), "models": rows}))
         return
-    from rich.console import Console
-    from rich.markup import escape
-
-    from jaxkfac.jobs.report import terminal_table
-    from jaxkfac.memory import bytes_text
-
     cells = []
     for row in rows:
         have = row["cached_bytes"]
@@ -149,10 +132,7 @@ def run_models(arguments: ModelsArguments) -> None:
         console.print(f"{row['about']}\n  {row['path']}", style="dim", highlight=False)
 
 
-def _row(model: Any, cache_dir: Path | None) -> dict[str, Any]:
-    from jaxkfac.jobs.models.pretrained import cached_file
-
-    file = cached_file(model, cache_dir)
+def _row(model: Any, file: Path) -> dict[str, Any]:
     return {
         "name": model.name,
         "about": model.about,
@@ -169,17 +149,11 @@ def _row(model: Any, cache_dir: Path | None) -> dict[str, Any]:
 
 def run_doctor(arguments: DoctorArguments) -> None:
     """Print the findings, or JSON."""
-    from jaxkfac.jobs.report import terminal_table, versions
-    from jaxkfac.memory import TROUBLESHOOTING_PAGE
-
     findings = _findings()
     if arguments.json:
         plain = [finding._asdict() for finding in findings]
         print(json.dumps({"findings": plain, "versions": versions(), "page": TROUBLESHOOTING_PAGE}))
         return
-    from rich.console import Console
-    from rich.markup import escape
-
     rows = []
     for finding in findings:
         mark = "[bold red]![/]" if finding.problem else ""
@@ -195,9 +169,7 @@ def run_doctor(arguments: DoctorArguments) -> None:
     console.print(f"out of memory, or too slow: {TROUBLESHOOTING_PAGE}", highlight=False)
 
 
-def _findings() -> "list[Finding]":
-    from jaxkfac.memory import inspect_environment
-
+def _findings() -> list[Finding]:
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
     environ = dict(os.environ)
     # Looking must not take the memory that somebody else is training in. The allocator reads

@@ -24,6 +24,14 @@ Optimizer = Literal["kfac", "adamw"]
 _LABELS: dict[Fisher, str] = {"mc": "labels sampled from the model", "empirical": "given labels"}
 
 
+def check_least(options: Any, least: int, *names: str) -> None:
+    """Raise an error for options below ``least``; ``None`` passes."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and not value >= least:
+            bound = f"be at least {least}" if least else "not be negative"
+            raise ValueError(f"{name} must {bound}, not {value}")
+
+
 def labels_sentence(fisher: Fisher) -> str:
     """The sentence of a report that says which labels K-FAC's factors use."""
     return f"K-FAC's factors use {_LABELS[fisher]}."
@@ -167,12 +175,8 @@ class Experiment:
     adamw: DigitsAdamwOptions = DigitsAdamwOptions(2e-3, b2=0.99, weight_decay=1e-2)
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "batch_size", "gradient_accumulation_steps"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("seed", "split_seed", "max_shift"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        check_least(self, 1, "epochs", "steps", "batch_size", "gradient_accumulation_steps")
+        check_least(self, 0, "seed", "split_seed", "max_shift")
         for optimizer in (self.kfac, self.adamw):
             if not 0 <= optimizer.warmup < 1:
                 raise ValueError(f"warmup must lie in [0, 1), not {optimizer.warmup}")
@@ -275,15 +279,9 @@ class ModelAnalysis:
     """Seed for sampled labels and for the first vector of Lanczos."""
 
     def __post_init__(self) -> None:
-        for name in ("texts", "batch_size", "max_dense", "lanczos_steps", "lanczos_texts"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("seed", "lanczos"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{name} must not be negative, not {value}")
-        for name in ("max_length", "max_target_length"):
-            if (value := getattr(self, name)) < 2:
-                raise ValueError(f"{name} must be at least 2, not {value}")
+        check_least(self, 1, "texts", "batch_size", "max_dense", "lanczos_steps", "lanczos_texts")
+        check_least(self, 0, "seed", "lanczos")
+        check_least(self, 2, "max_length", "max_target_length")
         if self.lanczos and (self.lanczos_texts or 1) > self.batch_size:
             raise ValueError(
                 f"--lanczos-texts {self.lanczos_texts} are more than a batch, {self.batch_size}: "
@@ -381,8 +379,7 @@ class AnalyzeArguments:
 
     def check(self) -> None:
         """Refuse paths at which nothing can be read or written, and too few batches."""
-        if self.batches is not None and self.batches < 2:
-            raise ValueError(f"batches must be at least 2, not {self.batches}")
+        check_least(self, 2, "batches")
         sources = [self.checkpoint, *([] if self.compare is None else [self.compare])]
         for path in sources:
             source = model_source(path, self.base) if self.is_pretrained else None

@@ -275,8 +275,6 @@ def _let_go(error: BaseException) -> None:
 
 def free_room() -> int:
     """Bytes that a plan may use, on the first device or in main memory."""
-    import jax
-
     from jaxkfac.memory import free_bytes, free_host_bytes
 
     free = free_bytes(jax.local_devices()[0])

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from jaxkfac.jobs.cli._checkpoint import check_output
+from jaxkfac.jobs.cli._checkpoint import check_output, held_run
 from jaxkfac.jobs.cli._paths import MODEL_NAMES, ModelSource, model_source, no_checkpoint
 from jaxkfac.jobs.cli.finetune._decoder import DECODERS
 from jaxkfac.jobs.cli.finetune._encoder_decoder import ENCODER_DECODERS
@@ -33,7 +34,8 @@ def test_resuming_nothing_is_said(tmp_path, capsys, begun):
     folder.mkdir()
     if begun:
         (folder / "3").touch()
-    check_output(tmp_path, [folder], resume=True, overwrite=False)
+    arguments = SimpleNamespace(output=tmp_path, resume=True, overwrite=False)
+    check_output(arguments, held_run([folder]))
     said = capsys.readouterr().err
     expected = f"--resume: nothing to resume in {tmp_path}, so the run starts anew\n"
     assert said == ("" if begun else expected)

@@ -155,29 +155,15 @@ def run_plan(arguments: PlanArguments) -> None:
     if arguments.train == "adapter":
         options = tuple(name for name in options if name not in _OF_ALL_PARAMETERS)
     with _progress() as told, _no_collection():
-        choices: dict[str, Any] = {
-            "device_bytes": arguments.device_bytes,
-            "host_bytes": arguments.host_bytes,
-            "headroom": arguments.headroom,
-            "donate": arguments.donate,
-            "max_gradients": arguments.max_gradients,
+        choices = {name: getattr(arguments, name) for name in _AS_GIVEN} | {
             "curvature": arguments.curvature != "none",
             "vectors": arguments.curvature == "precondition",
-            "max_factor_bytes": arguments.max_factor_bytes,
-            "decay": arguments.decay,
-            "adapter_rank": arguments.adapter_rank,
-            "basis_rank": arguments.basis_rank,
             "accumulation_steps": arguments.gradient_accumulation_steps,
-            "accumulator_dtype": arguments.accumulator_dtype,
-            "accumulator_memory_kind": arguments.accumulator_memory_kind,
-            "devices": arguments.devices,
-            "fully_sharded": arguments.fully_sharded,
             "options": options,
             "compiler": compiler,
             "compiled": arguments.compiled if asks_compiler else "none",
             "compiler_python": arguments.compiler_python or sys.executable,
             "progress": told,
-            "max_dense": arguments.max_dense,
         }
         if is_run:
             others = arguments.packed, arguments.damping_mode != "exact", arguments.collect > 1
@@ -187,12 +173,10 @@ def run_plan(arguments: PlanArguments) -> None:
                     "options, and this is its training; plan all parameters of a decoder with them"
                 )
             experiment = _experiment(arguments)
-            if arguments.optimizer in _OF_RUNS:  # the run's own, and its kind of labels
-                plan = plan_run(experiment, run_shapes(experiment), **choices)
-            else:
+            if arguments.optimizer not in _OF_RUNS:  # else the run's own, and its kind of labels
                 optimizer = _optimizer(arguments, *training)
                 choices |= {"optimizer": optimizer, "fisher": "empirical"}
-                plan = plan_run(experiment, run_shapes(experiment), **choices)
+            plan = plan_run(experiment, run_shapes(experiment), **choices)
         else:
             optimizer = _optimizer(arguments, *training)
             choices |= {"packed": arguments.packed, "collect": arguments.collect}
@@ -203,6 +187,12 @@ def run_plan(arguments: PlanArguments) -> None:
     plan.chosen()
 
 
+# Options that are arguments of the plan under the same names.
+_AS_GIVEN = (
+    *("device_bytes", "host_bytes", "headroom", "donate", "max_gradients", "max_factor_bytes"),
+    *("decay", "adapter_rank", "basis_rank", "accumulator_dtype", "accumulator_memory_kind"),
+    *("devices", "fully_sharded", "max_dense"),
+)
 # Options that divide or replace the batch, or make adapters: not beside a frozen base.
 _OF_ALL_PARAMETERS = ("accumulation", "adapters", "nf4")
 _OF_RUNS = ("adamw", "adafactor", "kfac")  # optimizers of `jaxkfac finetune`

@@ -21,6 +21,7 @@ from jaxkfac.jobs.cli._checkpoint import (
     check_output,
     checkpoint_writer,
     flatten_state,
+    held_run,
     is_whole,
     load_checkpoint,
     remove_checkpoints,
@@ -30,7 +31,13 @@ from jaxkfac.jobs.cli._checkpoint import (
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices, devices_line, run_devices
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._loop import TrainedState, total_updates, train, updates_per_epoch
-from jaxkfac.jobs.cli._options import Experiment, Optimizer, TrainArguments, labels_sentence
+from jaxkfac.jobs.cli._options import (
+    Experiment,
+    Optimizer,
+    TrainArguments,
+    check_least,
+    labels_sentence,
+)
 from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
 from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
@@ -169,8 +176,7 @@ def run_train(arguments: TrainArguments) -> None:
 
     With several seeds, each run has its own folder, and one more page summarizes all of them.
     """
-    if arguments.seeds < 1:
-        raise ValueError(f"seeds must be at least 1, not {arguments.seeds}")
+    check_least(arguments, 1, "seeds")
     with run_processes(arguments) as processes:
         if arguments.seeds == 1:
             summary, runs, devices = _run(arguments, processes, begins=nothing_begun())
@@ -226,12 +232,7 @@ def _run(
     )
     with begins, processes.together("looking at the output folder"):
         folders = _check(arguments, names, writes=processes.first)
-        devices = run_devices(
-            arguments.devices,
-            arguments.mesh,
-            batch_size=experiment.batch_size,
-            processes=processes,
-        )
+        devices = run_devices(arguments, processes)
     if arguments.overwrite and processes.first:
         for folder in folders:
             remove_checkpoints(folder)
@@ -280,31 +281,18 @@ def factor_average(optimizer_state: ArrayTree) -> Any:
     return next((s.average for s in states if isinstance(s, KfacState)), None)
 
 
-def spectra_of(
-    optimizer_state: ArrayTree, experiment: Experiment, max_condition: float | None = None
-) -> list[SpectrumRecord]:
-    """Spectra of the factor average, clipped as in the run or at ``max_condition``."""
-    bases = jk.eigendecompose(
-        factor_average(optimizer_state),
-        max_condition=experiment.kfac.max_condition if max_condition is None else max_condition,
-        placement="host",
-        vectors=False,
-    )
+def spectra_of(optimizer_state: ArrayTree, experiment: Experiment) -> list[SpectrumRecord]:
+    """Spectra of the factor average, clipped as in the run."""
+    average, kappa = factor_average(optimizer_state), experiment.kfac.max_condition
+    bases = jk.eigendecompose(average, max_condition=kappa, placement="host", vectors=False)
     return spectrum_records(bases)
 
 
 def _check(arguments: TrainArguments, names: tuple[Optimizer, ...], *, writes: bool) -> list[Path]:
     """Check the options; return the folders of the checkpoints."""
-    if arguments.checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
+    check_least(arguments, 1, "checkpoint_every")
     folders = [arguments.output / name for name in names]
-    check_output(
-        arguments.output,
-        folders,
-        resume=arguments.resume,
-        overwrite=arguments.overwrite,
-        writes=writes,
-    )
+    check_output(arguments, held_run(folders), writes=writes)
     return folders
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxkfac._errors import at_least_one, one_of
+from jaxkfac._errors import at_least_one, installed_by, one_of
 from jaxkfac.files import check_sha256
 
 __all__ = [
@@ -187,12 +187,8 @@ def read_splits(
 
 
 def _pillow() -> Any:
-    try:
+    with installed_by("images", needs="reading image files needs Pillow"):
         from PIL import Image
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "reading image files needs Pillow: pip install 'jaxkfac[images]'", name="PIL"
-        ) from error
     return Image
 
 

@@ -114,5 +114,5 @@ def test_folders_without_classes_or_images_are_refused(folder, tmp_path_factory)
 
 def test_without_pillow_it_is_said_how_to_install_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxkfac\[images\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "jaxkfac\[images\]"'):
         read_class_folder(folder)

@@ -12,6 +12,7 @@ import grain
 import numpy as np
 from grain.experimental import FlatMapIterDataset, FlatMapTransform, WindowShuffleIterDataset
 
+from jaxkfac.jobs.data._digits import epoch_batches, num_batches
 from jaxkfac.jobs.data.readers import Bad, FilePlace, FileRows, data_package
 
 __all__ = [
@@ -197,6 +198,7 @@ class _Arrange(FlatMapTransform):
 
 _Example = TypeVar("_Example")
 _Batch = TypeVar("_Batch")
+_Row = TypeVar("_Row")
 Position = dict[str, Any]
 _GROUP = 16  # number of batches whose examples are sorted or packed together
 
@@ -335,12 +337,44 @@ class BatchStream(Generic[_Example, _Batch]):
 # ---------------- batches of data in memory, accessed by number
 
 
-class NumberedBatches(abc.ABC, Generic[_Batch]):
-    """Batches that are a pure function of their number, with the interface of a stream."""
+class NumberedBatches(abc.ABC, Generic[_Row, _Batch]):
+    """Batches that are a pure function of their number, with the interface of a stream.
+
+    Each epoch has a new random order, and an incomplete last batch is dropped.
+
+    Attributes:
+        rows: What the rows of batches are made of.
+        batch_size: Number of rows of a batch.
+        seed: Seed of the order.
+    """
+
+    rows: tuple[_Row, ...]
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        num_batches(len(self.rows), self.batch_size)
 
     @abc.abstractmethod
+    def _batch(self, rows: Sequence[_Row]) -> _Batch:
+        """A batch of these rows."""
+
+    @abc.abstractmethod
+    def _without_loss(self, row: _Row) -> _Row:
+        """A row that is as long, with nothing in the loss."""
+
+    @property
+    def per_epoch(self) -> int:
+        """Number of batches in an epoch; an incomplete last one is dropped."""
+        return num_batches(len(self.rows), self.batch_size)
+
     def at(self, step: int) -> _Batch:
         """The batch of a step; steps count from 0 over all epochs."""
+        epoch, offset = divmod(step, self.per_epoch)
+        order = epoch_batches(
+            self.seed, epoch, num_examples=len(self.rows), batch_size=self.batch_size
+        )
+        return self._batch([self.rows[i] for i in order[offset]])
 
     def first(self) -> _Batch:
         """The first batch."""
@@ -352,6 +386,19 @@ class NumberedBatches(abc.ABC, Generic[_Batch]):
         while True:
             number += 1
             yield self.at(number - 1), {"batch": number}
+
+    def in_order(self, start: int = 0, *, fill: bool = True) -> Iterator[_Batch]:
+        """Every row once, in order, for evaluation.
+
+        Args:
+            start: Number of the first row.
+            fill: Whether the last batch is filled up with its first row, which is then excluded
+                from the loss; otherwise it is smaller.
+        """
+        for first in range(start, len(self.rows), self.batch_size):
+            rows = list(self.rows[first : first + self.batch_size])
+            missing = self.batch_size - len(rows) if fill else 0
+            yield self._batch(rows + [self._without_loss(rows[0])] * missing)
 
 
 # ---------------- batches of rows with similar lengths

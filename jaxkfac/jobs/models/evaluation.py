@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxkfac._errors import installed_by
 from jaxkfac._text import prompt_ids
 from jaxkfac.jobs.models.checkpoint import Pretrained
 from jaxkfac.jobs.models.decoder import Tokens, generate
@@ -32,11 +33,8 @@ def lm_eval_model(
     Raises:
         ModuleNotFoundError, ValueError: the extra ``eval`` is not installed; there is no tokenizer.
     """
-    try:
+    with installed_by("eval"):
         from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        message = f'{error.name} is not installed: pip install "jaxkfac[eval]"'
-        raise ModuleNotFoundError(message, name=error.name) from None
     return type("JaxkfacLM", (Requests, LM), {})(pretrained, adapted, adapters, batch_size)
 
 

@@ -18,8 +18,8 @@ from jaxkfac.jobs.report._capacity import (
 from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import (
-    FIGURE_STYLE,
     figure_html,
+    new_figure,
     svg_bytes,
     table_html,
     terminal_table,
@@ -206,12 +206,9 @@ def depth_figure(stack: DepthStack) -> bytes:
     Returns:
         The figure as SVG.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    with mpl.rc_context(FIGURE_STYLE):
-        figure = Figure(figsize=(9.2, 3.2), layout="constrained")
+    with new_figure(3.2) as figure:
         axes = figure.subplots(1, len(_MEASURES))
         marker = "o-" if stack.depth <= 40 else "-"
         for axis, (measure, title) in zip(axes, _MEASURES.items(), strict=True):
@@ -406,7 +403,6 @@ def analysis_page(record: AnalysisRecord) -> str:
     return report_page(
         title=f"Spectra and capacity of {record.model}",
         lead=lead,
-        runs={},
         spectra=record.spectra,
         coverage=record.coverage,
         config=record.config,

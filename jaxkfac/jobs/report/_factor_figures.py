@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from jaxkfac._text import shortened
 from jaxkfac.jobs.report._layer_table import distinct_names
 from jaxkfac.jobs.report._page import (
-    FIGURE_STYLE,
     MUTED,
     SIDES,
     Axis,
     Line,
+    new_figure,
     panel_html,
     panels_html,
     svg_bytes,
@@ -37,13 +37,9 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
     Returns:
         The figure as SVG.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     titled = panels(records)
-    with mpl.rc_context(FIGURE_STYLE):
-        rows = max(math.ceil(len(titled) / COLUMNS), 1)
-        figure = Figure(figsize=(9.2, 1.75 * rows + 0.3), layout="constrained")
+    rows = max(math.ceil(len(titled) / COLUMNS), 1)
+    with new_figure(1.75 * rows + 0.3) as figure:
         axes = figure.subplots(rows, COLUMNS, squeeze=False)
         for axis in axes.flat[len(titled) :]:
             axis.set_axis_off()
@@ -139,16 +135,13 @@ def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
     Returns:
         The figure as SVG.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     panels: dict[str, list[FactorFamily]] = {}
     for family in families(records, shared_once=False):
         panels.setdefault(family.title, []).append(family)
-    with mpl.rc_context(FIGURE_STYLE):
-        rows = max(math.ceil(len(panels) / COLUMNS), 1)
-        figure = Figure(figsize=(9.2, 1.5 * rows + 0.8), layout="constrained")
+    rows = max(math.ceil(len(panels) / COLUMNS), 1)
+    with new_figure(1.5 * rows + 0.8) as figure:
         axes = figure.subplots(rows, COLUMNS, squeeze=False, sharey=True)
         for axis in axes.flat[len(panels) :]:
             axis.set_axis_off()
@@ -211,8 +204,6 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
     Returns:
         The figure as SVG.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     rows = families(records, shared_once=True)
@@ -223,10 +214,9 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
     infinite = any(record.condition_raw is None for record in records)
     last = math.ceil(math.log10(high) + 1e-9)
     edge = 10.0 ** (last + max(1, round(0.06 * last)))
-    with mpl.rc_context(FIGURE_STYLE):
-        depths = max((len(family.members) for family in rows), default=1)
-        height = (0.16 + 0.02 * min(depths, 24)) * len(rows)
-        figure = Figure(figsize=(9.2, height + 1.1), layout="constrained")
+    depths = max((len(family.members) for family in rows), default=1)
+    height = (0.16 + 0.02 * min(depths, 24)) * len(rows)
+    with new_figure(height + 1.1) as figure:
         axis = figure.subplots()
         for y, family in enumerate(rows):
             _draw_conditions(axis, y, family, edge)

@@ -19,9 +19,8 @@ from jaxkfac.jobs.report._finetune_records import (
 from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._page import Axis, Line, panel_html, panels_html, table_html
 from jaxkfac.jobs.report._race import driven_panels
-from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, joined
+from jaxkfac.jobs.report._spectra import joined
 from jaxkfac.lslora import Nonlinearity, find_nonlinearity
-from jaxkfac.memory import Stage
 
 # ---------------- panels: loss, and the adapter's nonlinearity over the updates
 
@@ -115,38 +114,24 @@ _ENDS = "Lines are means over a layer's blocks; faint lines are the smallest and
 
 def finetune_page(
     *,
-    title: str,
-    lead: str,
     records: FinetuneRecords,
     comparison: Mapping[str, Any],
-    spectra: Sequence[SpectrumRecord],
     capacity: CapacityReport | None,
-    coverage: Sequence[CoverageRow],
-    config: Mapping[str, Any],
-    versions: Mapping[str, str],
     nonlinearity: str = "fourier",
     reference: Mapping[str, float] = MappingProxyType({}),
     trained: str = "the adapter",
-    stages: Stage | None = None,
-    host_memory: Mapping[str, int | None] | None = None,
+    **page: Any,
 ) -> str:
     """The report of a fine-tuning run as one HTML page; sections without records are left out.
 
     Args:
-        title: Heading of the page.
-        lead: One sentence below it.
         records: Records of the run.
         comparison: ``{variant: {"gained", "lost", "p_value"}}``, before against after.
-        spectra: Spectra of the adapter's factors at the end.
-        capacity: Capacity of the same factors.
-        coverage: Rows of the adapter's layer table.
-        config: Every option that decides the result.
-        versions: Versions of the software.
+        capacity: Capacity of the adapter's factors at the end.
         nonlinearity: Name of the adapter's, where it has one.
         reference: Names of other models and their validation loss.
         trained: Name of what capacity is measured on.
-        stages: Peaks of memory, from ``jk.memory.track``.
-        host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
+        **page: Arguments of :func:`report_page`; spectra and coverage are the adapter's.
 
     Returns:
         The page, self-contained.
@@ -164,19 +149,7 @@ def finetune_page(
     if capacity:
         name = "" if capacity.total_name == "whole model" else f": {capacity.total_name}"
         sections += [f"<h2>Capacity of {trained}{name}</h2>", capacity_html(capacity)]
-    return report_page(
-        title=title,
-        lead=lead,
-        runs={},
-        spectra=spectra,
-        coverage=coverage,
-        config=config,
-        versions=versions,
-        stages=stages,
-        host_memory=host_memory,
-        first=sections,
-        answer=_answer(records, comparison),
-    )
+    return report_page(**page, first=sections, answer=_answer(records, comparison))
 
 
 def _answer(records: FinetuneRecords, comparison: Mapping[str, Any]) -> list[str]:

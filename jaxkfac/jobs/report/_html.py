@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 from typing import Any
 
-from jaxkfac._text import number
 from jaxkfac.jobs.report._capacity import CapacityReport, capacity_html
 from jaxkfac.jobs.report._factor_figures import factor_panels_html
 from jaxkfac.jobs.report._page import OPTIMIZERS, page_html, table_html
@@ -16,7 +16,7 @@ from jaxkfac.jobs.report._race import (
     curve_panels_html,
     race_sentence,
 )
-from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, stack_text
+from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, spectra_cells, stack_text
 from jaxkfac.memory import Stage, bytes_text
 
 # ---------------- the result in sentences
@@ -115,11 +115,11 @@ def report_page(
     *,
     title: str,
     lead: str,
-    runs: Mapping[str, RunRecords],
-    spectra: Sequence[SpectrumRecord],
-    coverage: Sequence[CoverageRow],
     config: Mapping[str, Any],
     versions: Mapping[str, str],
+    runs: Mapping[str, RunRecords] = MappingProxyType({}),
+    spectra: Sequence[SpectrumRecord] = (),
+    coverage: Sequence[CoverageRow] = (),
     capacity: CapacityReport | None = None,
     stages: Stage | None = None,
     host_memory: Mapping[str, int | None] | None = None,
@@ -134,11 +134,11 @@ def report_page(
     Args:
         title: Heading of the page.
         lead: One sentence below it.
+        config: Every option that decides the result; may be nested.
+        versions: Versions of the software.
         runs: ``{"kfac" or "adamw": records}``.
         spectra: Spectra of the factors at the end.
         coverage: Rows of the layer table.
-        config: Every option that decides the result; may be nested.
-        versions: Versions of the software.
         capacity: Metrics of the factors at the end, with what they are compared with.
         stages: Peaks of memory, from ``jk.memory.track``.
         host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
@@ -192,25 +192,15 @@ def _curves(runs: Mapping[str, RunRecords]) -> str:
 
 
 def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
-    numbers = table_html(
-        ["layer", "factor", "slice", "size", "top", "condition", "clipped", "raised",
-         "entropy rank"],
-        [
-            [
-                s.layer, s.side, ",".join(map(str, s.slice)), str(len(s.raw)), number(s.top),
-                number(s.condition_raw), number(s.condition_clipped), str(s.raised),
-                f"{s.entropy_rank:.1f}",
-            ]
-            for s in spectra
-        ],
-        text=2,
-    )  # fmt: skip
+    head, *rows = spectra_cells(spectra)
     note = (
         "<p>Condition: largest over smallest eigenvalue before and after clipping; a dash "
         "where the smallest is not positive. Entropy rank: exp(entropy) of the normalised "
         "eigenvalues.</p>"
     )
-    shown = f"<details><summary>All numbers</summary>{note}{numbers}</details>"
+    shown = (
+        f"<details><summary>All numbers</summary>{note}{table_html(head, rows, text=2)}</details>"
+    )
     return f"{factor_panels_html(spectra)}{shown}"
 
 

@@ -1,6 +1,6 @@
 """The page and the tables of an influence run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -9,7 +9,6 @@ from rich.table import Table
 from jaxkfac._text import number
 from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._page import terminal_table
-from jaxkfac.memory import Stage
 
 # ---------------- results of an influence run, as plain records
 
@@ -76,43 +75,18 @@ _NOTE = (
 )
 
 
-def influence_page(
-    *,
-    title: str,
-    lead: str,
-    queries: Sequence[QueryRecord],
-    config: Mapping[str, Any],
-    versions: Mapping[str, str],
-    stages: Stage | None = None,
-    host_memory: Mapping[str, int | None] | None = None,
-) -> str:
+def influence_page(*, queries: Sequence[QueryRecord], **page: Any) -> str:
     """The report of an influence run as one HTML page.
 
     Args:
-        title: Heading of the page.
-        lead: One sentence below it.
         queries: The queries with their texts.
-        config: Every option that decides the result.
-        versions: Versions of the software.
-        stages: Peaks of memory, from ``jk.memory.track``.
-        host_memory: ``{"resident": bytes at the end, "peak": bytes}`` of main memory.
+        **page: Arguments of :func:`report_page`.
 
     Returns:
         The page, self-contained.
     """
-    return report_page(
-        title=title,
-        lead=lead,
-        runs={},
-        spectra=[],
-        coverage=[],
-        config=config,
-        versions=versions,
-        stages=stages,
-        host_memory=host_memory,
-        first=[_NOTE, *map(_query, queries)],
-        answer=_answer(queries),
-    )
+    first = [_NOTE, *map(_query, queries)]
+    return report_page(**page, first=first, answer=_answer(queries))
 
 
 def _answer(queries: Sequence[QueryRecord]) -> list[str]:

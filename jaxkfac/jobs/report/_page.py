@@ -1,6 +1,7 @@
 """Building blocks of the report pages: style, tables, captions and small SVG drawings."""
 
 import base64
+import contextlib
 import importlib.metadata
 import io
 import json
@@ -60,9 +61,19 @@ def _packaged_text(name: str) -> str:
 # ---------------- figures in a page
 
 
-__all__ = ["FIGURE_STYLE", "INK", "MUTED", "OPTIMIZERS", "RULE", "SIDES", "data_uri", "svg_bytes"]
+__all__ = ["INK", "MUTED", "OPTIMIZERS", "RULE", "SIDES", "data_uri", "new_figure", "svg_bytes"]
 
 OPTIMIZERS = {"kfac": ("K-FAC", "#1f5a92"), "adamw": ("AdamW", "#c8752d")}
+
+
+@contextlib.contextmanager
+def new_figure(height: float) -> Iterator[Any]:
+    """A figure as wide as a page, in its style, with a height in inches."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(FIGURE_STYLE):
+        yield Figure(figsize=(9.2, height), layout="constrained")
 
 
 def svg_bytes(figure: Any) -> bytes:

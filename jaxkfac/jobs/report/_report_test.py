@@ -27,7 +27,7 @@ from jaxkfac.jobs.report import (
     versions,
 )
 from jaxkfac.jobs.report._factor_figures import WORDS
-from jaxkfac.jobs.report._spectra import _of_side, coverage_table
+from jaxkfac.jobs.report._spectra import _of_side
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +149,13 @@ def test_the_headlines_metric_is_drawn_first_by_updates_and_by_seconds(runs):
     assert page.count("target, 3 %") == 2
 
 
-def test_tables_print_every_record(runs, spectra, coverage):
+def test_tables_print_every_record(runs, spectra):
     console = Console(width=200)
     with console.capture() as capture:
-        for table in (runs_table(runs), spectra_table(spectra), coverage_table(coverage)):
+        for table in (runs_table(runs), spectra_table(spectra)):
             console.print(table)
     text = capture.get()
-    for word in ("K-FAC", "AdamW", "blocks/gate/kernel", "diag.", "uncovered"):
+    for word in ("K-FAC", "AdamW", "blocks/gate/kernel", "diag."):
         assert word in text
 
 

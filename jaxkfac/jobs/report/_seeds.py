@@ -49,9 +49,6 @@ def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
         lead="Means over the seeds (geometric means of times to the target) with 95 % intervals "
         "of Student's t in brackets. The seeds differ in initial parameters, order, shifts and "
         "sampled labels, and share the images.",
-        runs={},
-        spectra=[],
-        coverage=[],
         config={},
         versions=versions(),
         first=first,

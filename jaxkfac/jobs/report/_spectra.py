@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from rich.table import Table
 
 from jaxkfac._text import number
 from jaxkfac.curvature.capacity import diagonal_rows
 from jaxkfac.jobs.report._layer_table import TableOfLayers
-from jaxkfac.jobs.report._page import terminal_table
 
 # ---------------- spectra before and after clipping
 
@@ -250,21 +248,15 @@ def stack_text(stack: tuple[int, ...]) -> str:
 # ---------------- tables for a terminal
 
 
-def coverage_table(rows: Sequence[CoverageRow]) -> Table:
-    """Which parameters are covered, and by which layer."""
-    remarks = "shares its input with, or is not covered because"
-    head = ["layer", "kind", "in", "out", "stack", "parameters", "share", remarks]
-    cells = []
-    for row in rows:
-        sizes = ["" if x is None else str(x) for x in (row.inputs, row.outputs)]
-        numbers = [stack_text(row.stack), str(row.parameters), f"{row.share:.1%}"]
-        remark = row.reason or row.shares_input_with or ""
-        cells.append([row.name, row.kind, *sizes, *numbers, remark])
-    return terminal_table("Coverage", head, cells, text_columns=(0, 1, 7))
-
-
 def spectra_table(records: Sequence[SpectrumRecord]) -> TableOfLayers:
-    """One line for each factor of each slice."""
+    """One line for each factor of each slice, whose kind is shortened."""
+    head, *rows = spectra_cells(records)
+    rows = [[layer, SIDE_TEXT[side], *numbers] for layer, side, *numbers in rows]
+    return TableOfLayers("Spectra", head, rows, text_columns=(0, 1))
+
+
+def spectra_cells(records: Sequence[SpectrumRecord]) -> list[list[str]]:
+    """Head and rows of a table with one line for each factor of each slice."""
     head = [
         *("layer", "factor", "slice", "size", "top"),
         *("condition", "clipped", "raised", "entropy rank"),
@@ -272,7 +264,7 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> TableOfLayers:
     rows = [
         [
             record.layer,
-            SIDE_TEXT[record.side],
+            record.side,
             ",".join(map(str, record.slice)),
             str(len(record.raw)),
             number(record.top),
@@ -283,4 +275,4 @@ def spectra_table(records: Sequence[SpectrumRecord]) -> TableOfLayers:
         ]
         for record in records
     ]
-    return TableOfLayers("Spectra", head, rows, text_columns=(0, 1))
+    return [head, *rows]

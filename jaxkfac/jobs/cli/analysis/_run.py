@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 import jaxkfac as jk
-from jaxkfac.files import probe_folder, whole_file, write_text
-from jaxkfac.jobs.cli._checkpoint import as_config, say_nothing_to_resume
+from jaxkfac.files import write_text
+from jaxkfac.jobs.cli._analyze import write_figures
+from jaxkfac.jobs.cli._checkpoint import as_config, check_output
 from jaxkfac.jobs.cli._interrupts import nothing_begun
-from jaxkfac.jobs.cli._options import AnalyzeArguments
-from jaxkfac.jobs.cli._paths import check_folder
+from jaxkfac.jobs.cli._options import AnalyzeArguments, check_least
 from jaxkfac.jobs.cli._progress import host_memory, phase
 from jaxkfac.jobs.cli.analysis._stages import Found, Prepared, give_blocks_back, prepare, run_stages
 from jaxkfac.jobs.report import (
@@ -20,7 +20,6 @@ from jaxkfac.jobs.report import (
     CapacityReport,
     ModelMemory,
     analysis_page,
-    factor_figures,
     memory_plan_table,
     print_analysis,
     spectrum_records,
@@ -85,24 +84,9 @@ def _check(arguments: AnalyzeArguments) -> None:
         )
     if arguments.compare == arguments.checkpoint:
         raise ValueError(f"--compare {arguments.compare} is the model itself")
-    if arguments.checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
-    if arguments.resume and arguments.overwrite:
-        raise ValueError("--resume continues and --overwrite starts over: give one of them")
-    output = arguments.output
-    check_folder(output)
-    if arguments.plan:
-        return
-    probe_folder(output)
-    if not (output / "analysis.json").exists():
-        if arguments.resume:
-            say_nothing_to_resume(output)
-        return
-    if not (arguments.overwrite or arguments.resume):
-        raise ValueError(
-            f"{output} already holds an analysis: continue it with --resume, replace it with "
-            "--overwrite, or choose another --output"
-        )
+    check_least(arguments, 1, "checkpoint_every")
+    is_begun = not arguments.plan and (arguments.output / "analysis.json").exists()
+    check_output(arguments, "an analysis" if is_begun else "", writes=not arguments.plan)
 
 
 def _remove(output: Path) -> None:
@@ -174,11 +158,7 @@ def _write(arguments: AnalyzeArguments, record: AnalysisRecord) -> None:
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, analysis_page(record), "the report")
     if arguments.figures:
-        arguments.figures.mkdir(parents=True, exist_ok=True)
-        for name, svg in factor_figures(record.spectra).items():
-            path = arguments.figures / f"{name}.svg"
-            with whole_file(path, f"the figure {name}", nbytes=len(svg)) as file:
-                file.write(svg)
+        write_figures(arguments.figures, record.spectra)
 
 
 def _page(arguments: AnalyzeArguments) -> Path:

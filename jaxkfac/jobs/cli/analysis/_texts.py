@@ -155,17 +155,11 @@ def batches_of(what: Analyzed, pretrained: Pretrained, text: Text, batch_size: i
     tokens = what.family.tokens(what.experiment, pretrained, text)
     if isinstance(tokens.encoded, Encoded) and tokens.encoded.appended:
         say(f"{what.experiment.model}: {tokens.encoded}")
-    encoded = tokens.validation
-    number = len(encoded.examples)
-    size = min(batch_size, number)
-    batches, exist = [], []
-    for index, batch in enumerate(dataclasses.replace(encoded, batch_size=size).in_order()):
-        rows = min(size, number - index * size)
-        arrays = what.family.batch(batch, np.asarray)
-        # Rows that only fill the last batch hold no text, but their positions would count.
-        arrays = jax.tree.map(lambda x, rows=rows: np.ascontiguousarray(x[:rows]), arrays)
-        batches.append(arrays)
-        exist.append(np.asarray(what.family.exist(on_device(arrays))))
+    number = len(tokens.validation.examples)
+    encoded = dataclasses.replace(tokens.validation, batch_size=min(batch_size, number))
+    # Rows that only fill the last batch hold no text, but their positions would count.
+    batches = [what.family.batch(x, np.asarray) for x in encoded.in_order(fill=False)]
+    exist = [np.asarray(what.family.exist(on_device(arrays))) for arrays in batches]
     terms = sum(int(batch[2].sum()) for batch in batches)
     crc = checksum_of(leaf.tobytes() for leaf in jax.tree.leaves(batches))
     return Texts(batches, exist, number, terms, len(text.bad), crc)

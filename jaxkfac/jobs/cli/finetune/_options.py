@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxkfac.jobs.cli._options import AdamwOptions, Fisher, KfacOptions, Optimizer
+from jaxkfac.jobs.cli._options import AdamwOptions, Fisher, KfacOptions, Optimizer, check_least
 from jaxkfac.jobs.cli._paths import check_file, check_folder, check_model, check_records
 
 LogTo = Literal["tensorboard", "wandb", "trackio"]
@@ -193,18 +193,13 @@ class Finetuning:
     def __post_init__(self) -> None:
         counts = ("steps", "epochs", "batch_size", "gradient_accumulation_steps", "num_lengths",
                   "shuffle_window")  # fmt: skip
-        for name in counts:
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("max_length", "max_target_length"):
-            if (value := getattr(self, name)) < 2:
-                raise ValueError(f"{name} must be at least 2, not {value}")
+        check_least(self, 1, *counts)
+        check_least(self, 2, "max_length", "max_target_length")
+        check_least(self, 0, "seed")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), not {self.dropout}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, not {self.seed}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must lie in [0, 1), not {self.warmup}")
         if self.clip_norm is not None and not self.clip_norm > 0:

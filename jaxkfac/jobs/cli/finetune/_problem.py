@@ -195,15 +195,23 @@ def shaped_problem(
     family = family_of(experiment)
     rows = jax.eval_shape(lambda: family.rows(experiment, batches))
     if experiment.train == "all":
-        problem = _all_parameters(experiment, pretrained, rows, devices)
+        trained = _all_parameters(pretrained)
     else:
-        problem = _adapters(experiment, pretrained, rows, devices, batches)
-    return problem._replace(train=batches)
+        trained = _adapters(experiment, pretrained, rows, devices, batches)
+    return FinetuneProblem(family, *trained, rows=rows, devices=devices, train=batches)
 
 
-def _all_parameters(
-    experiment: Finetuning, pretrained: Pretrained, rows: ArrayTree, devices: RunDevices
-) -> FinetuneProblem:
+class _Trained(NamedTuple):
+    """The fields of a problem that depend on what is trained."""
+
+    pretrained: Pretrained
+    config: Config | None
+    adapted: Callable[..., Any]
+    initial: Callable[[], Adapters]
+    adapters: Adapters
+
+
+def _all_parameters(pretrained: Pretrained) -> _Trained:
     apply_fn, params_once = pretrained.apply_fn, [pretrained.params]
 
     def adapted(
@@ -211,16 +219,8 @@ def _all_parameters(
     ) -> Any:
         return apply_fn(adapters, inputs, key=key)
 
-    return FinetuneProblem(
-        family=family_of(experiment),
-        pretrained=pretrained._replace(params={}),
-        config=None,
-        adapted=adapted,
-        initial=params_once.pop,
-        adapters=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params_once[0]),
-        rows=rows,
-        devices=devices,
-    )
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params_once[0])
+    return _Trained(pretrained._replace(params={}), None, adapted, params_once.pop, shapes)
 
 
 def _adapters(
@@ -229,7 +229,7 @@ def _adapters(
     rows: ArrayTree,
     devices: RunDevices,
     batches: Any,
-) -> FinetuneProblem:
+) -> _Trained:
     family = family_of(experiment)
     config, apply_fn = adapter_config(experiment, family), pretrained.apply_fn
     start, loaded = experiment.adapter.start, None
@@ -264,16 +264,7 @@ def _adapters(
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded)
         loaded = None  # read again when training begins
 
-    return FinetuneProblem(
-        family=family,
-        pretrained=pretrained,
-        config=config,
-        adapted=jk.lslora.attach(apply_fn, config),
-        initial=initial,
-        adapters=shapes,
-        rows=rows,
-        devices=devices,
-    )
+    return _Trained(pretrained, config, jk.lslora.attach(apply_fn, config), initial, shapes)
 
 
 def _donatable(x: ArrayTree) -> Any:
@@ -289,24 +280,13 @@ def adapter_config(experiment: Finetuning, family: Family) -> Config:
     Raises:
         ValueError: the nonlinearity is unknown, or cannot be imported.
     """
-    chosen = experiment.adapter
-    from_data = chosen.sigma_from_data
-    return Config(
-        rank=chosen.rank,
-        alpha=chosen.alpha,
-        target=family.target if chosen.target is None else chosen.target,
-        exclude=chosen.exclude,
-        fourier_placement=chosen.fourier_placement,
-        init_sigma=chosen.init_sigma if from_data is None else RmsSigma(from_data),
-        reg_weight=chosen.reg_weight,
-        dropout=chosen.dropout,
-        rslora=chosen.rslora,
-        rank_pattern=chosen.rank_pattern,
-        alpha_pattern=chosen.alpha_pattern,
-        modules_to_save=chosen.modules_to_save,
-        ensure_weight_tying=chosen.ensure_weight_tying,
-        nonlinearity=_registered(chosen.nonlinearity),
-    )
+    chosen, names = experiment.adapter, (field.name for field in dataclasses.fields(Config))
+    settings = {name: getattr(chosen, name) for name in names if hasattr(chosen, name)}
+    settings["target"] = family.target if chosen.target is None else chosen.target
+    if chosen.sigma_from_data is not None:
+        settings["init_sigma"] = RmsSigma(chosen.sigma_from_data)
+    settings["nonlinearity"] = _registered(chosen.nonlinearity)
+    return Config(**settings)
 
 
 def started(experiment: Finetuning, pretrained: Pretrained) -> tuple[Adapters, Config]:

@@ -13,10 +13,10 @@ import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import write_text
 from jaxkfac.interception import selector
-from jaxkfac.jobs.cli._checkpoint import check_output, remove_checkpoints
+from jaxkfac.jobs.cli._checkpoint import check_output, held_run, remove_checkpoints
 from jaxkfac.jobs.cli._devices import devices_line, run_devices
 from jaxkfac.jobs.cli._interrupts import nothing_begun
-from jaxkfac.jobs.cli._options import labels_sentence
+from jaxkfac.jobs.cli._options import check_least, labels_sentence
 from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
 from jaxkfac.jobs.cli._progress import host_memory, phase, said_if_slow, say
@@ -144,20 +144,9 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     folder = output / "checkpoints"
     with nothing_begun(), processes.together("looking at the output folder"):
         _check(arguments)
-        check_output(
-            output,
-            [folder],
-            resume=arguments.resume,
-            overwrite=arguments.overwrite,
-            writes=processes.first,
-        )
+        check_output(arguments, held_run([folder]), writes=processes.first)
         experiment = arguments.experiment
-        devices = run_devices(
-            arguments.devices,
-            arguments.mesh,
-            batch_size=experiment.batch_size,
-            processes=processes,
-        )
+        devices = run_devices(arguments, processes)
     if arguments.overwrite and processes.first:
         remove_checkpoints(folder)
         remove_best(folder)
@@ -240,12 +229,8 @@ def _print(
 def _check(arguments: FinetuneArguments) -> None:
     counts = ("checkpoint_every", "log_every", "evaluate_every", "diagnose_every")
     counts += ("sample_tokens", "num_beams", "patience")
-    for name in counts:
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
-    for name in ("samples", "generate"):
-        if (value := getattr(arguments, name)) < 0:
-            raise ValueError(f"{name} must not be negative, not {value}")
+    check_least(arguments, 1, *counts)
+    check_least(arguments, 0, "samples", "generate")
     if arguments.patience is not None and arguments.evaluate_every is None:
         raise ValueError("--patience counts evaluations: give --evaluate-every with it")
     if arguments.rouge:

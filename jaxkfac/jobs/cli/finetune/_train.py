@@ -26,7 +26,7 @@ from jaxkfac.jobs.cli._processes import RunProcesses
 from jaxkfac.jobs.cli._progress import check_held_once, progress, say, time_left
 from jaxkfac.jobs.cli.finetune._loggers import open_loggers
 from jaxkfac.jobs.cli.finetune._loop import TuneState, Tuning
-from jaxkfac.jobs.cli.finetune._options import FinetuneArguments, Finetuning
+from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
 from jaxkfac.jobs.cli.finetune._problem import (
     FinetuneProblem,
     build_optimizer,
@@ -75,7 +75,7 @@ def train(
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
     with processes.together(f"looking for a checkpoint in {folder}") as shared_values:
-        state = _start(experiment, problem, tx, folder if arguments.resume else None, config)
+        state = _start(problem, tx, folder if arguments.resume else None, config)
         shared_values.append(state.step)
     adapters, optimizer = problem.devices.replicated((state.adapters, state.optimizer))
     state = state._replace(adapters=adapters, optimizer=optimizer)
@@ -192,7 +192,6 @@ def _replaced(problem: FinetuneProblem) -> list[jax.Array]:
 
 
 def _start(
-    experiment: Finetuning,
     problem: FinetuneProblem,
     tx: optax.GradientTransformationExtraArgs,
     folder: Path | None,

@@ -6,7 +6,7 @@ from typing import Literal
 
 import tyro
 
-from jaxkfac.jobs.cli._options import Fisher
+from jaxkfac.jobs.cli._options import Fisher, check_least
 from jaxkfac.jobs.cli._paths import check_file, check_folder, check_weights
 
 
@@ -109,16 +109,10 @@ class InfluenceArguments:
             ValueError: names the option.
             OSError: names the path.
         """
-        for name in ("factors_from", "max_dense", "query_rank", "store_rank", "top", "batch_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("max_length", "max_target_length"):
-            if (value := getattr(self, name)) < 2:
-                raise ValueError(f"{name} must be at least 2, not {value}")
-        if not isinstance(self.damping, str) and not self.damping >= 0:
-            raise ValueError(f"damping must not be negative, not {self.damping}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, not {self.seed}")
+        counts = ("factors_from", "max_dense", "query_rank", "store_rank", "top", "batch_size")
+        check_least(self, 1, *counts)
+        check_least(self, 2, "max_length", "max_target_length")
+        check_least(self, 0, "seed", *([] if isinstance(self.damping, str) else ["damping"]))
         if self.store_rank is not None and self.store is None:
             raise ValueError("store_rank goes with --store")
         check_weights(self.model)

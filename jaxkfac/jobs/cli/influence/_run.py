@@ -11,7 +11,7 @@ from rich.console import Console
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import checksum_of, whole_file, write_text
-from jaxkfac.jobs.cli._checkpoint import check_output, say_nothing_to_resume
+from jaxkfac.jobs.cli._checkpoint import check_output
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._progress import host_memory, phase
 from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
@@ -56,17 +56,9 @@ def run_influence(arguments: InfluenceArguments) -> None:
 
 
 def _stages(arguments: InfluenceArguments) -> Stages:
-    folder = arguments.output / "stages"
-    check_output(arguments.output, [], resume=arguments.resume, overwrite=arguments.overwrite)
-    stages = Stages(folder)
-    existing = [stage for stage in ("factors", "bases", "scores") if stages.holds(stage)]
-    if arguments.resume and not existing:
-        say_nothing_to_resume(arguments.output)
-    if existing and not (arguments.resume or arguments.overwrite):
-        raise ValueError(
-            f"{arguments.output} already holds a run (its {', '.join(existing)}): continue it with "
-            "--resume, replace it with --overwrite, or choose another --output"
-        )
+    stages = Stages(arguments.output / "stages")
+    existing = ", ".join(stage for stage in STAGES if stages.holds(stage))
+    check_output(arguments, existing and f"a run (its {existing})")
     return stages
 
 

@@ -11,15 +11,9 @@ import numpy as np
 from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli.finetune._family import check_ids
 from jaxkfac.jobs.cli.influence._options import InfluenceArguments
-from jaxkfac.jobs.data.pairs import Pair, PairExample, encode_pair, pair_batch, read_pairs
-from jaxkfac.jobs.data.stream import end_tokens_text
-from jaxkfac.jobs.data.text import (
-    Example,
-    bucket_lengths,
-    encode_with_ending,
-    read_records,
-    token_batch,
-)
+from jaxkfac.jobs.data.pairs import Pair, PairBatches, PairExample, encode_pair, read_pairs
+from jaxkfac.jobs.data.stream import NumberedBatches, end_tokens_text
+from jaxkfac.jobs.data.text import Example, TokenBatches, encode_with_ending, read_records
 
 
 class NumberedText(NamedTuple):
@@ -121,14 +115,9 @@ class TextReader(abc.ABC):
             start: Index of the first text to read, at the start of a batch.
             fill: Whether to fill the last batch; otherwise it is smaller.
         """
-        size, examples = self._arguments.batch_size, [text.example for text in texts]
-        size = min(size, len(examples))
-        lengths = self._lengths(examples)
-        for first in range(start, len(examples), size):
-            rows = examples[first : first + size]
-            if fill:
-                rows += [self._without_loss(rows[0])] * (size - len(rows))
-            yield self._batch(rows, lengths)
+        examples = [text.example for text in texts]
+        size = min(self._arguments.batch_size, len(examples))
+        return self._batched(examples, size).in_order(start, fill=fill)
 
     def pieces(self, text: NumberedText) -> list[str]:
         """The token read at each position."""
@@ -147,13 +136,7 @@ class TextReader(abc.ABC):
     def _read_ids(self, text: NumberedText) -> Sequence[int]: ...
 
     @abc.abstractmethod
-    def _lengths(self, examples: Sequence[Any]) -> Any: ...
-
-    @abc.abstractmethod
-    def _without_loss(self, example: Any) -> Any: ...
-
-    @abc.abstractmethod
-    def _batch(self, examples: list[Any], lengths: Any) -> Any: ...
+    def _batched(self, examples: list[Any], size: int) -> NumberedBatches[Any, Any]: ...
 
     @abc.abstractmethod
     def shown(self, text: NumberedText) -> str:
@@ -193,14 +176,8 @@ class RecordReader(TextReader):
     def _read_ids(self, text: NumberedText) -> Sequence[int]:
         return text.example.ids[:-1].tolist()
 
-    def _lengths(self, examples: Sequence[Example]) -> int:
-        return bucket_lengths([len(e.ids) - 1 for e in examples], 1)[0]
-
-    def _without_loss(self, example: Example) -> Example:
-        return example._replace(learnt=np.zeros_like(example.learnt))
-
-    def _batch(self, examples: list[Example], lengths: int) -> Any:
-        return token_batch([[e] for e in examples], length=lengths, pad_id=self._tokenizer.pad_id)
+    def _batched(self, examples: list[Example], size: int) -> TokenBatches:
+        return TokenBatches.padded(examples, batch_size=size, pad_id=self._tokenizer.pad_id)
 
     def shown(self, text: NumberedText) -> str:
         return self._tokenizer.decode(text.example.ids.tolist())
@@ -234,18 +211,10 @@ class PairReader(TextReader):
     def _read_ids(self, text: NumberedText) -> Sequence[int]:
         return [self._pretrained.config.start_id, *text.example.target[:-1].tolist()]
 
-    def _lengths(self, examples: Sequence[PairExample]) -> tuple[int, int]:
-        source, target = (bucket_lengths([len(e[i]) for e in examples], 1)[0] for i in (0, 1))
-        return source, target
-
-    def _without_loss(self, example: PairExample) -> PairExample:
-        return example._replace(target=example.target[:0])
-
-    def _batch(self, examples: list[PairExample], lengths: tuple[int, int]) -> Any:
+    def _batched(self, examples: list[PairExample], size: int) -> PairBatches:
         config = self._pretrained.config
         ends = {"pad_id": config.pad_id, "start_id": config.start_id}
-        source, target = lengths
-        return pair_batch(examples, source_length=source, target_length=target, **ends)
+        return PairBatches.padded(examples, batch_size=size, **ends)
 
     def shown(self, text: NumberedText) -> str:
         source, target = (self._tokenizer.decode(ids.tolist()) for ids in text.example)

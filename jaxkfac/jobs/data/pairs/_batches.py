@@ -1,11 +1,8 @@
 """Batches of pairs: from data in memory, or read on demand."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from jaxkfac.jobs.data._digits import epoch_batches, num_batches
 from jaxkfac.jobs.data.pairs._pairs import (
     Pair,
     PairBatch,
@@ -28,7 +25,7 @@ from jaxkfac.jobs.data.text import TokenizerLike, bucket_lengths
 
 
 @dataclasses.dataclass(frozen=True)
-class PairBatches(NumberedBatches[PairBatch]):
+class PairBatches(NumberedBatches[PairExample, PairBatch]):
     """Batches of pairs in a new random order each epoch, without state.
 
     Attributes:
@@ -56,8 +53,10 @@ class PairBatches(NumberedBatches[PairBatch]):
     start_id: int
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        num_batches(len(self.examples), self.batch_size)
+    @property
+    def rows(self) -> tuple[PairExample, ...]:
+        """The pairs: each is a row."""
+        return self.examples
 
     @classmethod
     def padded(
@@ -81,41 +80,33 @@ class PairBatches(NumberedBatches[PairBatch]):
         )
         return cls(tuple(examples), batch_size, sources, targets, pad_id, start_id, seed)
 
-    @property
-    def per_epoch(self) -> int:
-        """Number of batches in an epoch; an incomplete last one is dropped."""
-        return num_batches(len(self.examples), self.batch_size)
+    def _batch(self, rows: Sequence[PairExample]) -> PairBatch:
+        return _padded(rows, self.source_lengths, self.lengths, self.pad_id, self.start_id)
 
-    def at(self, step: int) -> PairBatch:
-        """The batch of a step; steps count from 0 over all epochs."""
-        epoch, offset = divmod(step, self.per_epoch)
-        order = epoch_batches(
-            self.seed, epoch, num_examples=len(self.examples), batch_size=self.batch_size
-        )
-        return self._batch([self.examples[i] for i in order[offset]])
+    def _without_loss(self, row: PairExample) -> PairExample:
+        return row._replace(target=row.target[:0])
 
-    def in_order(self) -> Iterator[PairBatch]:
-        """Every pair once, in order, for evaluation.
 
-        The last batch is filled up with its first pair, which is excluded from the loss.
-        """
-        for start in range(0, len(self.examples), self.batch_size):
-            rows = list(self.examples[start : start + self.batch_size])
-            filler = rows[0]._replace(target=rows[0].target[:0])
-            yield self._batch(rows + [filler] * (self.batch_size - len(rows)))
-
-    def _batch(self, examples: Sequence[PairExample]) -> PairBatch:
-        def shortest(lengths: Sequence[int], side: int) -> int:
-            longest = max(len(example[side]) for example in examples)
-            return next(length for length in lengths if length >= longest)
-
-        return pair_batch(
-            examples,
-            source_length=shortest(self.source_lengths, 0),
-            target_length=shortest(self.lengths, 1),
-            pad_id=self.pad_id,
-            start_id=self.start_id,
-        )
+def _padded(
+    examples: Sequence[PairExample],
+    source_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    pad_id: int,
+    start_id: int,
+) -> PairBatch:
+    """A batch of the shortest lengths that fit."""
+    longest = (max(map(len, side)) for side in zip(*examples, strict=True))
+    source_length, target_length = (
+        next(length for length in lengths if length >= most)
+        for lengths, most in zip((source_lengths, target_lengths), longest, strict=True)
+    )
+    return pair_batch(
+        examples,
+        source_length=source_length,
+        target_length=target_length,
+        pad_id=pad_id,
+        start_id=start_id,
+    )
 
 
 # ---------------- pairs that are read on demand
@@ -184,13 +175,7 @@ def pair_stream(
 
     def collate(rows_of_batch: Sequence[tuple[PairExample, ...]]) -> PairBatch:
         examples = [example for (example,) in rows_of_batch]
-        return pair_batch(
-            examples,
-            source_length=_shortest(source_lengths, [e.source for e in examples]),
-            target_length=_shortest(target_lengths, [e.target for e in examples]),
-            pad_id=pad_id,
-            start_id=start_id,
-        )
+        return _padded(examples, source_lengths, target_lengths, pad_id, start_id)
 
     return PairStream(
         rows,
@@ -203,11 +188,6 @@ def pair_stream(
         seed=seed,
         source_lengths=source_lengths,
     )
-
-
-def _shortest(lengths: Sequence[int], sides: Sequence[np.ndarray]) -> int:
-    longest = max(map(len, sides))
-    return next(length for length in lengths if length >= longest)
 
 
 def _length(pair: PairExample) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxkfac._errors import installed_by
+
 # ---------------- the bigram model
 #
 # A bigram model: the loss of a target without its source and with only the token before.
@@ -107,12 +109,8 @@ def rouge_l(answers: Sequence[str], targets: Sequence[str]) -> float:
 
 def rouge_package() -> Any:
     """The module ``rouge_score.rouge_scorer``, or an error that says how to install it."""
-    try:
+    with installed_by("rouge", needs="ROUGE-L needs rouge_score"):
         return importlib.import_module("rouge_score.rouge_scorer")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'ROUGE-L needs {error.name}: pip install "jaxkfac[rouge]"', name=error.name
-        ) from None
 
 
 def _check(answers: Sequence[str], targets: Sequence[str]) -> None:

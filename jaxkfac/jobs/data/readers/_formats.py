@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkfac._errors import installed_by
 from jaxkfac.jobs.data.readers._reader import (
     DEEPEST,
     TOO_DEEP,
@@ -38,13 +39,8 @@ def data_package(name: str) -> Any:
     Raises:
         ModuleNotFoundError: the package is not installed; says how to install it.
     """
-    try:
+    with installed_by("data"):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.split(".")[0]
-        raise ModuleNotFoundError(
-            f'{package} is not installed: pip install "jaxkfac[data]"', name=error.name
-        ) from None
 
 
 # ---------------- JSON Lines, plain or compressed

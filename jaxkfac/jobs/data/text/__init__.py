@@ -20,7 +20,6 @@ from jaxkfac.jobs.data.text._encode import (
     Message,
     Record,
     TokenizerLike,
-    encode_record,
     encode_records,
     encode_with_ending,
 )
@@ -46,7 +45,6 @@ __all__ = [
     "Tokenizer",
     "TokenizerLike",
     "bucket_lengths",
-    "encode_record",
     "encode_records",
     "encode_with_ending",
     "pack",

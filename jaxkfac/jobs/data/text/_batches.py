@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from jaxkfac._errors import one_of
-from jaxkfac.jobs.data._digits import epoch_batches, num_batches
 from jaxkfac.jobs.data.readers import FileRows, find_files, read_rows, read_splits
 from jaxkfac.jobs.data.stream import (
     BatchStream,
@@ -25,8 +24,7 @@ from jaxkfac.jobs.data.text._encode import (
     Record,
     TokenizerLike,
     check_encoding,
-    encode_with_ending,
-    truncate,
+    encode_counted,
 )
 from jaxkfac.jobs.data.text._formats import parse_record
 from jaxkfac.jobs.data.text._rows import TokenBatch, bucket_lengths, pack, token_batch
@@ -35,7 +33,7 @@ from jaxkfac.jobs.data.text._rows import TokenBatch, bucket_lengths, pack, token
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenBatches(NumberedBatches[TokenBatch]):
+class TokenBatches(NumberedBatches[tuple[Example, ...], TokenBatch]):
     """Batches of a data set in a new random order each epoch, without state.
 
     Attributes:
@@ -57,9 +55,6 @@ class TokenBatches(NumberedBatches[TokenBatch]):
     lengths: tuple[int, ...]
     pad_id: int
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        num_batches(len(self.rows), self.batch_size)
 
     @classmethod
     def padded(
@@ -107,33 +102,17 @@ class TokenBatches(NumberedBatches[TokenBatch]):
         """All examples, row by row."""
         return tuple(example for row in self.rows for example in row)
 
-    @property
-    def per_epoch(self) -> int:
-        """Number of batches in an epoch; an incomplete last one is dropped."""
-        return num_batches(len(self.rows), self.batch_size)
+    def _batch(self, rows: Sequence[tuple[Example, ...]]) -> TokenBatch:
+        return _padded(rows, self.lengths, self.pad_id)
 
-    def at(self, step: int) -> TokenBatch:
-        """The batch of a step; steps count from 0 over all epochs."""
-        epoch, offset = divmod(step, self.per_epoch)
-        order = epoch_batches(
-            self.seed, epoch, num_examples=len(self.rows), batch_size=self.batch_size
-        )
-        return self._batch([self.rows[i] for i in order[offset]])
+    def _without_loss(self, row: tuple[Example, ...]) -> tuple[Example, ...]:
+        return tuple(example._replace(learnt=np.zeros_like(example.learnt)) for example in row)
 
-    def in_order(self) -> Iterator[TokenBatch]:
-        """Every row once, in order, for evaluation.
 
-        The last batch is filled up with its first row, which is excluded from the loss.
-        """
-        for start in range(0, len(self.rows), self.batch_size):
-            rows = list(self.rows[start : start + self.batch_size])
-            filler = tuple(e._replace(learnt=np.zeros_like(e.learnt)) for e in rows[0])
-            yield self._batch(rows + [filler] * (self.batch_size - len(rows)))
-
-    def _batch(self, rows: Sequence[Sequence[Example]]) -> TokenBatch:
-        longest = max(_taken(row) for row in rows)
-        length = next(n for n in self.lengths if n >= longest)
-        return token_batch(rows, length=length, pad_id=self.pad_id)
+def _padded(rows: Sequence[tuple[Example, ...]], lengths: Sequence[int], pad_id: int) -> TokenBatch:
+    """A batch of the shortest length that fits."""
+    longest = max(map(_taken, rows))
+    return token_batch(rows, length=next(n for n in lengths if n >= longest), pad_id=pad_id)
 
 
 def _taken(row: Sequence[Example]) -> int:
@@ -255,15 +234,10 @@ def token_stream(
         arrange = functools.partial(_packed, length=max_length)
 
     def encode(record: Record, tally: Tally) -> list[Example]:
-        encoded = encode_with_ending(record, tokenizer, loss_on=loss_on)
-        tally.appended += encoded.end == "appended"
-        tally.unlearned += encoded.end == "unlearned"
-        return [x for example in encoded.examples if (x := _counted(example, max_length, tally))]
+        return encode_counted(record, tokenizer, tally, max_length=max_length, loss_on=loss_on)
 
     def collate(rows_of_batch: Sequence[tuple[Example, ...]]) -> TokenBatch:
-        longest = max(sum(len(example.ids) - 1 for example in row) for row in rows_of_batch)
-        length = next(n for n in lengths if n >= longest)
-        return token_batch(rows_of_batch, length=length, pad_id=tokenizer.pad_id)
+        return _padded(rows_of_batch, lengths, tokenizer.pad_id)
 
     return BatchStream(
         rows,
@@ -275,20 +249,6 @@ def token_stream(
         window=window,
         seed=seed,
     )
-
-
-def _counted(example: Example, max_length: int, tally: Tally) -> Example | None:
-    """The example, cut to length; ``None`` if no token in the loss is left."""
-    tally.longest = max(tally.longest, len(example.ids))
-    tally.truncated += len(example.ids) > max_length
-    example = truncate(example, max_length)
-    if not example.learnt.any():
-        tally.dropped += 1
-        return None
-    tally.examples += 1
-    tally.tokens += len(example.ids)
-    tally.learnt += int(example.learnt.sum())
-    return example
 
 
 def _packed(

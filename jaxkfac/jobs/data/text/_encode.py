@@ -1,6 +1,5 @@
 """Records to tokens, with a mask of the tokens in the loss."""
 
-import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -9,7 +8,7 @@ from jaxtyping import Bool, Int
 
 from jaxkfac._errors import one_of
 from jaxkfac._text import answer_ids, closed_ids, prompt_ids, text_ids
-from jaxkfac.jobs.data.stream import end_tokens_text
+from jaxkfac.jobs.data.stream import Tally, end_tokens_text
 
 # ---------------- records: a conversation, or a completion of a prompt
 
@@ -207,28 +206,39 @@ def encode_records(
         (array([0, 0, 0, 1, 1, 1, 1, 1]), 0)
     """
     check_encoding(max_length, loss_on)
-    examples, truncated, dropped, longest = [], 0, 0, 0
-    endings = collections.Counter[EndToken]()
+    examples, tally, options = [], Tally(), {"max_length": max_length, "loss_on": loss_on}
     for number, record in enumerate(records, start=1):
         try:
-            encoded = encode_with_ending(record, tokenizer, loss_on=loss_on)
+            examples += encode_counted(record, tokenizer, tally, **options)
         except ValueError as error:
             raise ValueError(f"record {number}: {error}") from error
-        endings[encoded.end] += 1
-        for example in encoded.examples:
-            longest = max(longest, len(example.ids))
-            truncated += len(example.ids) > max_length
-            example = truncate(example, max_length)
-            if example.learnt.any():
-                examples.append(example)
-            else:
-                dropped += 1
     if not examples:
         raise ValueError(
             f"none of {len(records)} records has anything to learn in its first {max_length} "
-            f"tokens (the longest has {longest}): raise max_length"
+            f"tokens (the longest has {tally.longest}): raise max_length"
         )
-    return Encoded(examples, truncated, dropped, endings["appended"], endings["unlearned"])
+    return Encoded(examples, tally.truncated, tally.dropped, tally.appended, tally.unlearned)
+
+
+def encode_counted(
+    record: Record, tokenizer: TokenizerLike, tally: Tally, *, max_length: int, loss_on: LossOn
+) -> list[Example]:
+    """The examples of a record, cut to length, without those that leave nothing to learn."""
+    encoded, examples = encode_with_ending(record, tokenizer, loss_on=loss_on), []
+    tally.appended += encoded.end == "appended"
+    tally.unlearned += encoded.end == "unlearned"
+    for example in encoded.examples:
+        tally.longest = max(tally.longest, len(example.ids))
+        tally.truncated += len(example.ids) > max_length
+        example = truncate(example, max_length)
+        if not example.learnt.any():
+            tally.dropped += 1
+            continue
+        tally.examples += 1
+        tally.tokens += len(example.ids)
+        tally.learnt += int(example.learnt.sum())
+        examples.append(example)
+    return examples
 
 
 def check_encoding(max_length: int, loss_on: str) -> None:
@@ -236,13 +246,6 @@ def check_encoding(max_length: int, loss_on: str) -> None:
     one_of("loss_on", loss_on, ("assistant", "all"))
     if max_length < 2:
         raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
-
-
-def encode_record(
-    record: Record, tokenizer: TokenizerLike, *, loss_on: LossOn = "assistant"
-) -> list[Example]:
-    """One record, as the examples that its chat template requires, not cut."""
-    return encode_with_ending(record, tokenizer, loss_on=loss_on).examples
 
 
 EndToken = Literal["written", "appended", "unlearned"]

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from jaxkfac._errors import installed_by
+
 Messages = Sequence[Mapping[str, Any]]
 # Delimiters around answers during rendering: Unicode noncharacters, which no text contains.
 _START, _END = "\ufdd0", "\ufdd1"
@@ -88,16 +90,12 @@ def _compiled(template: str) -> Any:
 
 @functools.cache
 def _environment() -> Any:
-    try:
+    with installed_by("pretrained"):
         import jinja2
         import jinja2.ext
         import jinja2.nodes
 
         from jaxkfac.jobs.models.checkpoint._template_limits import LimitedEnvironment
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{error.name} is not installed: pip install "jaxkfac[pretrained]"', name=error.name
-        ) from None
 
     class Generation(jinja2.ext.Extension):
         """``{% generation %}`` marks answers for training."""

@@ -65,24 +65,24 @@ def alone(name: str, shape: Shape, *, transposed: bool = False) -> Leaf:
     return Leaf(((TensorSpec(name, shape),),), stacked=False, transposed=transposed)
 
 
-def check_tensors(
+def _check_tensors(
     stored: Mapping[str, Shape],
     leaves: Mapping[str, Leaf],
     where: str,
     *,
-    what: str,
+    model: str,
     repeats: Callable[[str], bool],
-    hint: str = "",
+    hint: str,
 ) -> None:
     """Compare the tensors of a checkpoint with those of the layout.
 
     Args:
         stored: Stored shapes by name.
         leaves: The layout.
-        where: Name of the checkpoint, for error messages.
-        what: Name of the model, for error messages.
-        repeats: Whether a tensor is redundant (such as a tied head) and may be present.
-        hint: What else to say where a tensor is missing.
+        where: As for :func:`fill`.
+        model: As for :func:`fill`.
+        repeats: As for :func:`fill`.
+        hint: As for :func:`fill`.
 
     Raises:
         ValueError: tensors are missing, unknown or of the wrong shape; lists all of them.
@@ -97,7 +97,7 @@ def check_tensors(
     ]
     if missing or extra or shapes:
         raise ValueError(
-            f"{where} does not hold the {what} that its config describes: missing tensors "
+            f"{where} does not hold the {model} that its config describes: missing tensors "
             f"{missing}; unknown tensors {extra}; other shapes: {'; '.join(shapes) or 'none'}"
             + hint
             * bool(missing)
@@ -214,23 +214,39 @@ _CHUNK = 2**20  # elements that are looked at together
 def fill(
     source: Source,
     leaves: Mapping[str, Leaf],
+    where: str,
     *,
+    model: str,
+    repeats: Callable[[str], bool],
+    hint: str = "",
     dtype: np.dtype,
     sharding: LeafSharding | None,
     quantize: str | None,
-    what: str,
 ) -> dict[str, Any]:
-    """Build the tree of parameters, one leaf at a time.
+    """Build the tree of parameters, one leaf at a time, once all tensors are as they should be.
+
+    Args:
+        source: The checkpoint.
+        leaves: The layout.
+        where: Name of the checkpoint, for error messages.
+        model: Name of the model, for error messages.
+        repeats: Whether a tensor is redundant (such as a tied head) and may be present.
+        hint: What else to say where a tensor is missing.
+        dtype: Dtype of the parameters.
+        sharding: As for ``load_decoder``.
+        quantize: As for ``load_decoder``.
 
     Raises:
-        ValueError: a tensor holds NaN or infinity, or values beyond ``dtype``; named.
+        ValueError: tensors are missing, unknown or of the wrong shape; lists all of them. Or one
+            holds NaN or infinity, or values beyond ``dtype``; named.
 
     Memory:
         One stored tensor and the stacked leaf that it is part of, in main memory; on a CPU the
         latter becomes the parameter without a copy. With ``quantize`` only one slice of a
         matching kernel.
     """
-    chosen = _quantized(leaves, quantize)
+    _check_tensors(source.shapes, leaves, where, model=model, repeats=repeats, hint=hint)
+    chosen, what = _quantized(leaves, quantize), f"loading {where}"
     places = {path: _sharding_of(path, leaf.shape, sharding) for path, leaf in leaves.items()}
     default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     targets = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkfac._errors import installed_by
 from jaxkfac._text import added_tokens
 from jaxkfac.files import write_text
 from jaxkfac.jobs.models.checkpoint._chat_template import Messages, Rendered, render
@@ -291,12 +292,8 @@ class Tokenizer:
 
 def tokenizers_package() -> Any:
     """The package ``tokenizers``, or an error that says how to install it."""
-    try:
+    with installed_by("pretrained"):
         import tokenizers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'tokenizers is not installed: pip install "jaxkfac[pretrained]"', name=error.name
-        ) from None
     return tokenizers
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxkfac._errors import installed_by
 from jaxkfac.flax import NnxApply, from_nnx
 from jaxkfac.jobs.models.checkpoint import (
     HeadTensors,
@@ -23,7 +24,6 @@ from jaxkfac.jobs.models.checkpoint import (
     TiedApply,
     Tokenizer,
     alone,
-    check_tensors,
     fill,
     fill_shapes,
     open_weights,
@@ -99,12 +99,8 @@ def open_gguf(
     Raises:
         ValueError: the file is damaged, or holds an unsupported model.
     """
-    try:
+    with installed_by("pretrained"):
         from gguf import GGUFReader
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{error.name} is not installed: pip install "jaxkfac[pretrained]"', name=error.name
-        ) from None
     try:
         reader = GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -306,21 +302,16 @@ def load_decoder(
     config, source, tokenizer, stored = open_checkpoint(path, gguf_pre=gguf_pre)
     fused = "model.layers.0.self_attn.qkv_proj.weight" in source.shapes
     leaves = layout(config, fused=fused, embedding=stored.embedding)
-    check_tensors(
-        source.shapes,
-        leaves,
-        str(path),
-        what="decoder",
-        repeats=lambda name: repeats(name, leaves),
-        hint=stored.hint,
-    )
     params = fill(
         source,
         leaves,
+        str(path),
+        model="decoder",
+        repeats=lambda name: repeats(name, leaves),
+        hint=stored.hint,
         dtype=checked_dtype(dtype),
         sharding=sharding,
         quantize=quantize,
-        what=f"loading {path}",
     )
     apply_fn = decoder_function(config, remat, attention)
     folder = str(path) if path.is_dir() else None

@@ -16,7 +16,6 @@ from jaxkfac.jobs.models.checkpoint import (
     TensorSpec,
     TiedApply,
     alone,
-    check_tensors,
     fill,
     fill_shapes,
     open_weights,
@@ -140,21 +139,16 @@ def load_encoder_decoder(
     stored = stored_head(source, HEAD, configured=config.tied_head, where=str(path))
     config = dataclasses.replace(config, tied_head=stored.is_tied)
     leaves = layout(config, embedding=stored.embedding)
-    check_tensors(
-        source.shapes,
-        leaves,
-        str(path),
-        what="encoder-decoder",
-        repeats=lambda name: repeats(name, config),
-        hint=stored.hint,
-    )
     params = fill(
         source,
         leaves,
+        str(path),
+        model="encoder-decoder",
+        repeats=lambda name: repeats(name, config),
+        hint=stored.hint,
         dtype=_checked(dtype),
         sharding=sharding,
         quantize=quantize,
-        what=f"loading {path}",
     )
     apply_fn = encoder_decoder_function(config, remat, dropout)
     return Pretrained(config, apply_fn, params, tokenizer, str(path))
