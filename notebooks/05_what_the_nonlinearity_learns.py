@@ -169,8 +169,8 @@ def fit(carry):
 
 params, _ = fit((params, adam.init(params)))
 right = lambda outputs, labels: float((outputs.argmax(-1) == labels).mean())
-upright = right(apply_fn(params, held_out.reshape(-1, 64)), held_out_labels)
-print(f"base: {upright:.3f} upright,", end=" ")
+unturned = right(apply_fn(params, held_out.reshape(-1, 64)), held_out_labels)
+print(f"base: {unturned:.3f} upright,", end=" ")
 print(f"{right(apply_fn(params, turned(held_out)), held_out_labels):.3f} turned")
 
 # %%

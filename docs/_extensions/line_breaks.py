@@ -6,11 +6,11 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
-PUNCTUATION = re.compile(r"(?<=[(\[,=/_:]|\.(?!\d))")
+PUNCTUATION = re.compile(r"(?<=[(\[,=/_:])|(?<=\.)(?!\d)|(?<=[a-z]{3}-)")
 SHORT = 6  # characters; a shorter piece of code is not parted from the next one
 UNITS = r"[×%]|CPU s\b|m?s\b|[KMGT]i?B\b"
 SPACE = re.compile(rf"((?:[≤≥≈±]|&[lg]t;)) (?=[\d.−-])|(?<=\d) (?={UNITS})")
-WHOLE = re.compile(r"\d[\d.]*e[-+]\d+|\b[A-Z]-[A-Z]\w+")
+WHOLE = re.compile(r"\d[\d.]*e[-+]\d+|\b[A-Z]-[A-Z]\w+|\bkfac-jax\b")
 
 
 def code(text: str) -> list[str]:
@@ -18,8 +18,8 @@ def code(text: str) -> list[str]:
 
     >>> code("jk.Optimizer(loss_terms=...)"), code("jk.kfac(0.1)")
     (['jk.Optimizer(', 'loss_terms=', '...)'], ['jk.kfac(', '0.1)'])
-    >>> code("value_grad_and_factors"), code("benchmarks/plan.json"), code("--help")
-    (['value_', 'grad_and_', 'factors'], ['benchmarks/', 'plan.json'], ['--help'])
+    >>> code("value_grad_and_factors"), code("benchmarks/plan.json"), code("--batch-size")
+    (['value_', 'grad_and_', 'factors'], ['benchmarks/', 'plan.json'], ['--batch-', 'size'])
     """
     pieces = [""]
     for part in PUNCTUATION.split(text):
