@@ -19,6 +19,7 @@ from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import (
     FIGURE_STYLE,
+    LEAST_POINTS,
     figure_html,
     svg_bytes,
     table_html,
@@ -386,6 +387,20 @@ def curvature_answer(spectra: Sequence[SpectrumRecord], report: CapacityReport) 
     return [*sentences, *capacity_sentences(report)]
 
 
+def _depth_sentence(stack: DepthStack) -> str:
+    """The blocks with the lowest and the highest mean entropy rank, and with the most trace."""
+    ranks, traces = (
+        [sum(getattr(records[i], name) for records in stack.layers.values())
+         for i in range(stack.depth)]
+        for name in ("entropy_rank", "trace")
+    )  # fmt: skip
+    return (
+        f"Entropy rank, summed over the layers of a block, is lowest in block "
+        f"{ranks.index(min(ranks))} and highest in block {ranks.index(max(ranks))}; the trace is "
+        f"largest in block {traces.index(max(traces))}."
+    )
+
+
 _DEPTH = (
     "Entropy rank, participation ratio and trace of each layer's block of the curvature, from "
     "the first block of the model to the last."
@@ -450,7 +465,11 @@ def _depth(record: AnalysisRecord) -> list[str]:
     sections = []
     for stack in stacks_of(record.capacity):
         table = table_html(stack.head(), list(stack.rows()), text=1)
-        figure = figure_html(depth_figure(stack), f"Capacity of {stack.name} over depth", _DEPTH)
+        if stack.depth < LEAST_POINTS:
+            sections.append(f"<h2>Depth: {escape(stack.name)}</h2>{table}")
+            continue
+        caption = f"{_depth_sentence(stack)} {_DEPTH}"
+        figure = figure_html(depth_figure(stack), f"Capacity of {stack.name} over depth", caption)
         sections.append(
             f"<h2>Depth: {escape(stack.name)}</h2>{figure}<details><summary>Block by block: "
             f"entropy rank of each layer, and trace</summary>{table}</details>"

@@ -17,7 +17,14 @@ from jaxkfac.jobs.report._finetune_records import (
     held_out_rows,
 )
 from jaxkfac.jobs.report._html import report_page
-from jaxkfac.jobs.report._page import Axis, Line, panel_html, panels_html, table_html
+from jaxkfac.jobs.report._page import (
+    LEAST_POINTS,
+    Axis,
+    Line,
+    panel_html,
+    panels_html,
+    table_html,
+)
 from jaxkfac.jobs.report._race import driven_panels
 from jaxkfac.jobs.report._spectra import CoverageRow, SpectrumRecord, joined
 from jaxkfac.lslora import Nonlinearity, find_nonlinearity
@@ -26,7 +33,6 @@ from jaxkfac.memory import Stage
 # ---------------- panels: loss, and the adapter's nonlinearity over the updates
 
 
-LEAST_POINTS = 5  # of a line; fewer are numbers in a table
 _COLORS = ("a", "adamw", "diagonal", "g", "violet", "olive")
 
 
