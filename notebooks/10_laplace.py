@@ -154,7 +154,7 @@ def turned(degrees):
 
 
 def calibration_error(probabilities, num_bins=15):
-    """Expected calibration error: the mean gap of confidence and accuracy, over bins."""
+    """Expected calibration error: mean gap of confidence and accuracy, over bins."""
     confidence, hit = (
         probabilities.max(axis=1),
         probabilities.argmax(axis=1) == test.labels,
