@@ -20,6 +20,7 @@ extensions = [
     "sphinx_design",
     "mathml",
     "line_breaks",
+    "figures",
     "docstrings",
     "api_index",
     "records",

@@ -8,7 +8,7 @@ from sphinx.writers.html5 import HTML5Translator
 
 PUNCTUATION = re.compile(r"(?<=[(\[,=/_:])|(?<=\.)(?!\d)|(?<=[a-z]{3}-)")
 SHORT = 6  # characters; a shorter piece of code is not parted from the next one
-UNITS = r"[×%]|CPU s\b|m?s\b|[KMGT]i?B\b"
+UNITS = r"[×%±]|CPU s\b|m?s\b|[KMGT]i?B\b"
 SPACE = re.compile(rf"((?:[≤≥≈±]|&[lg]t;)) (?=[\d.−-])|(?<=\d) (?={UNITS})")
 WHOLE = re.compile(r"\d[\d.]*e[-+]\d+|\b[A-Z]-[A-Z]\w+|\bkfac-jax\b")
 
