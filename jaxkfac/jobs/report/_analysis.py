@@ -452,7 +452,7 @@ def _memory(record: AnalysisRecord) -> str:
 def _of_model(memory: ModelMemory) -> str:
     rows = memory_plan_rows(memory.plan, disk=memory.disk, peaks=memory.peaks)
     pass_text = "a backward pass" if memory.passes == 1 else f"{memory.passes} backward passes"
-    table = table_html(["stage", "", "plan", "peak"], rows, text=2)
+    table = table_html(["stage", "what", "plan", "peak"], rows, text=2)
     return f"<p>Gathered in {pass_text} over each batch.</p>{table}"
 
 

@@ -316,7 +316,9 @@ _TICK = 26  # letters of a name below a panel
 
 def factor_panels_html(records: Sequence[SpectrumRecord]) -> str:
     """Ranks and condition numbers over depth, then a panel for each factor."""
-    over = panels_html(list(_over_depth(records)), legend=_LEGEND)
+    sides = {_COLORS[record.side] for record in records}
+    legend = [(color, text) for color, text in _LEGEND if color in sides]
+    over = panels_html(list(_over_depth(records)), legend=legend)
     panels_of_factors = [
         _spectrum(title, members) for title, members in panels(records, separate=True)
     ]

@@ -263,8 +263,7 @@ def _samples(samples: Sequence[SampleRecord]) -> str:
 def _fourier(records: FinetuneRecords, nonlinearity: str) -> str:
     phi = find_nonlinearity(nonlinearity)
     note = escape(
-        f"{_ENDS} {phi.formula}. Nonlinearity: {phi.strength_formula}. Saturated: "
-        f"{phi.saturated_formula}."
+        f"{phi.formula}. Nonlinearity: {phi.strength_formula}. Saturated: {phi.saturated_formula}."
     )
     rows = []
     for layer, values in records.fourier[-1].layers.items():
@@ -279,8 +278,8 @@ def _fourier(records: FinetuneRecords, nonlinearity: str) -> str:
             "saturated"]  # fmt: skip
     table = f"<p>{escape(_moved(records, phi))}</p>{table_html(head, rows, text=1)}"
     if len(records.fourier) < LEAST_POINTS:
-        return f"{table}<p>{note.removeprefix(_ENDS)}</p>"
-    return f"{table}{nonlinearity_panels_html(records.fourier, phi)}<p>{note}</p>"
+        return f"{table}<p>{note}</p>"
+    return f"{table}{nonlinearity_panels_html(records.fourier, phi)}<p>{escape(_ENDS)} {note}</p>"
 
 
 def _moved(records: FinetuneRecords, phi: Nonlinearity) -> str:

@@ -255,7 +255,8 @@ def _runs(runs: Mapping[str, RunRecords]) -> str:
 
 
 def _coverage(rows: Sequence[CoverageRow]) -> str:
-    covered = sum(row.share for row in rows if not row.reason)
+    # Rows of layers do not add up: a tied embedding and head are two, with one parameter.
+    covered = 1 - sum(row.share for row in rows if row.reason)
     lead = f"<p>Factors cover {covered:.1%} of the parameters.</p>"
     body = [
         [

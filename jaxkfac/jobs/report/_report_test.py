@@ -27,7 +27,7 @@ from jaxkfac.jobs.report import (
     versions,
 )
 from jaxkfac.jobs.report._factor_figures import WORDS
-from jaxkfac.jobs.report._spectra import _of_side, coverage_table
+from jaxkfac.jobs.report._spectra import CoverageRow, _of_side, coverage_table
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,18 @@ def test_shares_of_covered_and_uncovered_parameters_add_up_to_one(coverage):
     assert sum(row.share for row in coverage) == pytest.approx(1.0)
     (free,) = (row for row in coverage if row.kind == "uncovered")
     assert free.name == "free" and free.reason and free.inputs is None
+
+
+def test_a_parameter_of_two_layers_is_covered_once():
+    table = [
+        CoverageRow("embed@embedding", "embedding", 9, 4, (), None, 36, 0.75),
+        CoverageRow("embed", "dense", 4, 9, (), None, 36, 0.75),
+        CoverageRow("free", "uncovered", None, None, (), None, 12, 0.25, "no layer reads it"),
+    ]
+    page = report_page(
+        title="t", lead="l", runs={}, spectra=[], coverage=table, config={}, versions={}
+    )
+    assert "Factors cover 75.0% of the parameters." in page
 
 
 @pytest.mark.exhaustive
