@@ -23,6 +23,7 @@ from jaxkfac.jobs.report import (
     runs_table,
     seeds_page,
     seeds_record,
+    seeds_table,
     spectra_table,
     versions,
 )
@@ -248,6 +249,10 @@ def test_several_seeds_are_means_and_intervals():
         page.count('<td class="n">1 of 2 seeds</td>') == 2 and 'href="seed-1/report.html"' in page
     )
     assert page.index("K-FAC reaches") < page.index("<table>")
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(seeds_table(runs))
+    assert "3 [0, 231]" in capture.get() and "…" not in capture.get()
     final = seeds_record(runs)["final"]["kfac"]
     assert final["seconds"]["mean"] == 0.75 and final["test_accuracy"]["low"] == 0.9
 
