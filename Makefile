@@ -66,7 +66,7 @@ define venv
 @echo "installing $(2) into $(1)"
 endef
 # $(call pip,folder): pip's own error comes through, and it is said how long it took
-pip = TIMEFORMAT="installed in %0R s"; time $(1)/bin/python -m pip install --quiet
+pip = @TIMEFORMAT="installed in %0R s"; time $(1)/bin/python -m pip install --quiet
 PINNED := -c constraints.txt
 
 $(VENV)/.stamp-run: pyproject.toml constraints.txt

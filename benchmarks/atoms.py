@@ -155,7 +155,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
     exact, width = example().SYSTEMS[SYSTEM].exact, 40
     with mpl.rc_context(FIGURE_STYLE):
-        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+        figure = Figure(figsize=(4.8, 3.6), layout="constrained")
         axis = figure.subplots()
         for method, (title, color) in METHODS.items():
             runs = [x["energies"] for key, x in record["parts"].items() if key[:-2] == method]
@@ -165,8 +165,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
             axis.plot(steps, above.mean(0), color=color, label=title)
             axis.fill_between(steps, above.min(0), above.max(0), color=color, alpha=0.12, lw=0)
         axis.axhline(0, color="black", lw=1, ls="--")
-        axis.set(xlabel="step", ylabel="energy above the exact one, millihartree", ylim=(-15, 90))
-        axis.legend(fontsize="small")
+        axis.set(xlabel="step", ylabel="millihartree above the exact energy", ylim=(-15, 90))
+        axis.legend()
         # Without a date, the same numbers give the same bytes.
         figure.savefig(path, format="svg", metadata={"Date": None})
 

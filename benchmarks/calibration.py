@@ -186,7 +186,7 @@ def figure(record: dict[str, Any]) -> bytes:
 
     style = {"axes.grid": True, "grid.color": "#d9dee3", "font.size": 9, "svg.hashsalt": "jaxkfac"}
     with mpl.rc_context(style):
-        drawn = Figure(figsize=(9.2, 5.4), layout="constrained")
+        drawn = Figure(figsize=(7.6, 5.0), layout="constrained")
         axes = drawn.subplots(2, 2, sharey="row")
         for row, (score, label) in enumerate({"ece": "ECE", "nll": "NLL (nats)"}.items()):
             for column, (kind, places) in enumerate({"rotated": ANGLES, "shifted": SHIFTS}.items()):

@@ -503,7 +503,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     with mpl.rc_context(FIGURE_STYLE):
-        figure = Figure(figsize=(9.2, 5.8), layout="constrained")
+        figure = Figure(figsize=(7.6, 5.4), layout="constrained")
         names = ("poisson", "heat", "helmholtz", "burgers")
         for axis, name in zip(figure.subplots(2, 2).flat, names, strict=True):
             for method, entry in METHODS.items():
@@ -516,7 +516,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
                 axis.fill_between(x, y.min(0), y.max(0), color=COLORS[method], alpha=0.15, lw=0)
             axis.set(xscale="log", yscale="log", title=EQUATIONS[name]().title)
             axis.set(xlabel="CPU seconds", ylabel="relative error")
-        figure.axes[-1].legend(fontsize="small")
+        figure.axes[-1].legend()
         # Without a date, the same numbers give the same bytes.
         figure.savefig(path, format="svg", metadata={"Date": None})
 

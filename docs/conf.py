@@ -19,6 +19,8 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "mathml",
+    "line_breaks",
+    "figures",
     "docstrings",
     "api_index",
     "records",
@@ -51,6 +53,7 @@ html_favicon = "_static/favicon.svg"
 copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor outputs
 html_copy_source = False
 html_show_sourcelink = False
+highlight_language = "none"  # a block without a language is no program
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 html_math_renderer = "mathml"

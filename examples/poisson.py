@@ -171,7 +171,7 @@ def draw(curves, path):
     """Errors over CPU seconds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     axes = figure.subplots()
     for name, (times, errors) in curves.items():
         axes.semilogy(times, errors, label=name, lw=2.4 if name.startswith("jk.") else 1.4)

@@ -83,7 +83,9 @@ def loss(w, slot):
 
 
 gradient, factors = jax.grad(loss, argnums=(0, 1))(w, slot)
-assert np.allclose(gradient, jax.grad(lambda w: 0.5 * jnp.sum(jnp.tanh(a @ w) ** 2))(w), atol=1e-5)
+assert np.allclose(
+    gradient, jax.grad(lambda w: 0.5 * jnp.sum(jnp.tanh(a @ w) ** 2))(w), atol=1e-5
+)
 assert np.allclose(factors["a"], a.T @ a, atol=1e-4)
 
 # %% [markdown]
@@ -102,7 +104,9 @@ assert np.allclose(factors["a"], a.T @ a, atol=1e-4)
 # %%
 images, labels = load_digits("train", seed=0)
 images, labels = jnp.asarray(images[:256]), jnp.asarray(labels[:256])
-apply_fn, params = jk.from_nnx(VisionTransformer(VisionTransformerConfig(), rngs=nnx.Rngs(0)))
+apply_fn, params = jk.from_nnx(
+    VisionTransformer(VisionTransformerConfig(), rngs=nnx.Rngs(0))
+)
 jk.find_layers(apply_fn, params, images)
 
 # %% [markdown]
@@ -130,9 +134,13 @@ assert max(jax.tree.leaves(difference)) < 1e-6
 # easily had: the first one sees the image's patches. A column of ones stands for the bias.
 
 # %%
-rows = [image.reshape(4, 2, 4, 2).transpose(0, 2, 1, 3).reshape(16, 4) for image in images]
+rows = [
+    image.reshape(4, 2, 4, 2).transpose(0, 2, 1, 3).reshape(16, 4) for image in images
+]
 rows = np.concatenate([np.concatenate(rows), np.ones((16 * len(images), 1))], axis=1)
-np.testing.assert_allclose(factors["patch/kernel"].a, rows.T @ rows / len(rows), atol=1e-5)
+np.testing.assert_allclose(
+    factors["patch/kernel"].a, rows.T @ rows / len(rows), atol=1e-5
+)
 
 # %% [markdown]
 # $G = \frac{1}{NR} \sum g g^\top$ is over examples and loss terms. Here the labels were drawn
@@ -193,16 +201,27 @@ def seconds(fn, *args):
 with_factors = jax.jit(jk.value_grad_and_factors(objective))
 for fn in (plain, with_factors):
     seconds(fn, params, batch)  # compile
-pairs = [(seconds(plain, params, batch), seconds(with_factors, params, batch)) for _ in range(15)]
+pairs = [
+    (seconds(plain, params, batch), seconds(with_factors, params, batch))
+    for _ in range(15)
+]
 ratios = sorted(after / before for before, after in pairs)
 ratio = ratios[len(ratios) // 2]
-print(f"time of (gradient + all factors) / gradient: {ratio:.2f}, on this machine, this model")
+print(
+    f"time of (gradient + all factors) / gradient: {ratio:.2f}, "
+    "on this machine, this model"
+)
 print(f"half of the pairs between {ratios[3]:.2f} and {ratios[11]:.2f}")
 
-compiled = [fn.lower(params, batch).compile().memory_analysis() for fn in (plain, with_factors)]
+compiled = [
+    fn.lower(params, batch).compile().memory_analysis() for fn in (plain, with_factors)
+]
 temporaries = [c.temp_size_in_bytes / 2**20 for c in compiled]
 size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(factors)) / 2**20
-print(f"temporaries: {temporaries[0]:.1f} MiB without, {temporaries[1]:.1f} MiB with factors")
+print(
+    f"temporaries: {temporaries[0]:.1f} MiB without, "
+    f"{temporaries[1]:.1f} MiB with factors"
+)
 print(f"the factors themselves: {size:.1f} MiB")
 assert temporaries[1] < 1.2 * temporaries[0]
 
@@ -223,12 +242,16 @@ fig, axes = plt.subplots(1, 3, figsize=(9.2, 3), layout="constrained")
 for ax, matrix, title in ((axes[0], one.a[block], "A"), (axes[1], one.g[block], "G")):
     limit = np.quantile(np.abs(matrix), 0.99)
     ax.imshow(matrix, cmap="RdBu_r", vmin=-limit, vmax=limit)
-    ax.set(title=f"{title} of {name}: {len(matrix)} × {len(matrix)}", xticks=[], yticks=[])
+    ax.set(
+        title=f"{title} of {name}: {len(matrix)} × {len(matrix)}", xticks=[], yticks=[]
+    )
     ax.grid(False)
 
 heights = np.array([[1.0, ratio], [1.0, temporaries[1] / temporaries[0]]])
 for i, label in enumerate(("gradient", "gradient and all factors")):
-    bars = axes[2].bar(np.arange(2) + 0.4 * i - 0.2, heights[:, i], width=0.36, label=label)
+    bars = axes[2].bar(
+        np.arange(2) + 0.4 * i - 0.2, heights[:, i], width=0.36, label=label
+    )
     axes[2].bar_label(bars, fmt="%.2f", fontsize=8)
 axes[2].set_xticks(range(2), ["time", "temporary memory"])
 axes[2].set(ylim=(0, 1.45 * heights.max()), title="relative to the gradient alone")

@@ -47,7 +47,9 @@ images, labels = load_digits("train", seed=0)
 inputs = jnp.asarray(images[:500].reshape(-1, 64))
 batch = (inputs, jnp.asarray(labels[:500]))
 rngs = nnx.Rngs(0)
-model = nnx.Sequential(nnx.Linear(64, 16, rngs=rngs), nnx.tanh, nnx.Linear(16, 10, rngs=rngs))
+model = nnx.Sequential(
+    nnx.Linear(64, 16, rngs=rngs), nnx.tanh, nnx.Linear(16, 10, rngs=rngs)
+)
 apply_fn, params = jk.from_nnx(model)
 objective = jk.Objective(apply_fn, jk.Categorical())
 
@@ -80,7 +82,9 @@ traces = {}
 for fisher in ("empirical", "mc", "exact"):
     stats = jax.jit(jk.value_grad_and_factors(objective, fisher=fisher))
     factors = stats(params, batch, key).factors
-    traces[fisher] = sum(float(jnp.trace(f.a) * jnp.trace(f.g)) for f in factors.values())
+    traces[fisher] = sum(
+        float(jnp.trace(f.a) * jnp.trace(f.g)) for f in factors.values()
+    )
     print(f"{fisher:10} trace {traces[fisher]:.2f}")
 assert traces["empirical"] < 0.7 * traces["exact"]
 assert abs(traces["mc"] / traces["exact"] - 1) < 0.1
@@ -116,15 +120,23 @@ plt.show()
 # %%
 fisher = jk.operators.fisher(objective, params, batch)
 exact = jax.jit(lambda operator: operator.to_dense())(fisher)
-corrected = jax.jit(jk.correct_eigenvalues(objective, bases, fisher="exact"))(params, batch)
+corrected = jax.jit(jk.correct_eigenvalues(objective, bases, fisher="exact"))(
+    params, batch
+)
 dense = {
     "K-FAC": jk.operators.kronecker(bases, params).to_dense(),
     "EKFAC": jk.operators.kronecker(corrected, params).to_dense(),
 }
 first = jnp.arange(len(exact)) < 64 * 16 + 16  # the first layer's parameters
-blocks = jnp.where(first == first[:, None], exact, 0.0)  # both leave out what lies between layers
-errors = {k: float(jnp.linalg.norm(blocks - m) / jnp.linalg.norm(blocks)) for k, m in dense.items()}
-print("relative error of the layers' blocks:", {k: round(x, 3) for k, x in errors.items()})
+# Both leave out what lies between layers.
+blocks = jnp.where(first == first[:, None], exact, 0.0)
+errors = {
+    k: float(jnp.linalg.norm(blocks - m) / jnp.linalg.norm(blocks))
+    for k, m in dense.items()
+}
+print(
+    "relative error of the layers' blocks:", {k: round(x, 3) for k, x in errors.items()}
+)
 assert errors["EKFAC"] <= errors["K-FAC"] < 0.5
 np.testing.assert_allclose(jnp.trace(dense["EKFAC"]), jnp.trace(exact), rtol=1e-4)
 
@@ -144,7 +156,8 @@ def condition(bases):
     """The largest of the layers' condition numbers."""
     layers = [bases[name] for name in bases]
     sides = [
-        (b.a_values.max() / b.a_values.min(), b.g_values.max() / b.g_values.min()) for b in layers
+        (b.a_values.max() / b.a_values.min(), b.g_values.max() / b.g_values.min())
+        for b in layers
     ]
     return max(float(a) * float(g) for a, g in sides)
 
@@ -172,7 +185,9 @@ other_loss = objective(params, other)
 def search(direction):
     """The falls of both losses along a direction, and the norm of the step."""
     at = lambda t: jax.tree.map(lambda p, d: p - t * d, params, direction)
-    found = jnp.nan_to_num(jax.lax.map(lambda t: objective(at(t), batch), lengths), nan=jnp.inf)
+    found = jnp.nan_to_num(
+        jax.lax.map(lambda t: objective(at(t), batch), lengths), nan=jnp.inf
+    )
     t = lengths[found.argmin()]
     norm = t * optax.global_norm(direction)
     return loss - found.min(), other_loss - objective(at(t), other), norm
@@ -187,13 +202,19 @@ for damping in dampings:
         print(f"damping {damping:4}, max_condition {bound:.0e}:", end=" ")
         print(f"loss -{fall:.3f}, held out -{other_fall:.3f}, norm {norm:.2f}")
 
-(falls, other_falls, norms), (damped_falls, damped_other, _) = (x.T for x in table.values())
+(falls, other_falls, norms), (damped_falls, damped_other, _) = (
+    x.T for x in table.values()
+)
 best = int(falls.argmax())
 print(f"without damping the loss falls furthest at {bounds[best]:.0e}")
-assert 0 < best < 4 and norms[-1] > 5 * norms.min(), "flat directions make the step long"
+assert 0 < best < 4 and norms[-1] > 5 * norms.min(), (
+    "flat directions make the step long"
+)
 assert other_falls[-1] < 0.6 * other_falls.max(), "for which held-out images pay"
 assert damped_falls[-1] > falls.max() and damped_other[-1] > other_falls.max()
-assert np.ptp(damped_falls[3:]) < 0.01, "with damping the bound hardly matters from 1e3 on"
+assert np.ptp(damped_falls[3:]) < 0.01, (
+    "with damping the bound hardly matters from 1e3 on"
+)
 
 # %% [markdown]
 # ## Clipping a preconditioner
@@ -206,7 +227,9 @@ assert np.ptp(damped_falls[3:]) < 0.01, "with damping the bound hardly matters f
 damping = 1e-4
 inverse = jk.operators.kronecker(corrected, damping=damping, power=-1.0)
 plain = jk.operators.solve(fisher, grads, damping=damping, rtol=1e-3)
-helped = jk.operators.solve(fisher, grads, damping=damping, rtol=1e-3, preconditioner=inverse)
+helped = jk.operators.solve(
+    fisher, grads, damping=damping, rtol=1e-3, preconditioner=inverse
+)
 print(f"steps: {plain.num_steps} without, {helped.num_steps} with the preconditioner")
 assert helped.converged and helped.num_steps < plain.num_steps
 
@@ -224,7 +247,9 @@ assert helped.converged and helped.num_steps < plain.num_steps
 # that nothing is divided by zero; it is no substitute for damping.
 
 # %%
-fig, (left, middle, right) = plt.subplots(1, 3, figsize=(9.2, 3.1), layout="constrained")
+fig, (left, middle, right) = plt.subplots(
+    1, 3, figsize=(9.2, 3.1), layout="constrained"
+)
 left.loglog(bounds, conditions, "o-", ms=4, label="the worst layer")
 left.loglog(bounds, bounds**2, color=jk.plot.MUTED, ls="--", label="max_condition²")
 left.set(xlabel="max_condition", title="condition number of A ⊗ G")

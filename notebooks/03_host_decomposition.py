@@ -58,7 +58,9 @@ collect = jk.value_grad_and_factors(objective, fisher="mc")
 stats = jax.jit(collect)
 
 like = collect.factor_shapes(params, batch, jax.random.key(0))
-size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 2**20
+size = lambda tree: (
+    sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 2**20
+)
 print(f"parameters {size(params):.1f} MiB, factors {size(like):.1f} MiB")
 
 # %% [markdown]
@@ -70,7 +72,9 @@ print(f"parameters {size(params):.1f} MiB, factors {size(like):.1f} MiB")
 
 # %%
 EVERY, LAG = 12, 8
-tx = optax.chain(jk.scale_by_bases(damping=1e-2), optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+tx = optax.chain(
+    jk.scale_by_bases(damping=1e-2), optax.clip_by_global_norm(1.0), optax.sgd(0.1)
+)
 
 
 @jax.jit
@@ -137,7 +141,9 @@ try:
 finally:
     threading.setprofile(None)
 
-steps, waits, work = (np.array(intervals[name]) for name in ("step", "wait", "decompose"))
+steps, waits, work = (
+    np.array(intervals[name]) for name in ("step", "wait", "decompose")
+)
 # Before the first refresh there are no bases: the first step waits for it, whatever the lag is.
 later = work[work[:, 0] > steps[0, 1]]
 print(f"{len(work)} matrices decomposed, {len(later)} of them while training went on")
@@ -150,17 +156,23 @@ assert len(work) == 4 * matrices and len(later) == 3 * matrices  # four refreshe
 # beside a decomposition takes longer. On an accelerator the host's cores are free for it.
 
 # %%
-shared = lambda a, b: np.clip(np.minimum(a[1], b[:, 1]) - np.maximum(a[0], b[:, 0]), 0, None).sum()
+shared = lambda a, b: np.clip(
+    np.minimum(a[1], b[:, 1]) - np.maximum(a[0], b[:, 0]), 0, None
+).sum()
 decomposing = (later[:, 1] - later[:, 0]).sum()
 waited = sum(shared(one, later) for one in waits[1:])
 beside = np.array([shared(one, later) > 0 for one in steps[1:]])
 lengths = 1e3 * (steps[1:, 1] - steps[1:, 0] - (waits[1:, 1] - waits[1:, 0]))
 hidden = 1 - waited / decomposing
 print(
-    f"decomposing {decomposing:.2f} s, of which a step waited {waited:.2f} s: {hidden:.0%} hidden"
+    f"decomposing {decomposing:.2f} s, of which a step waited {waited:.2f} s: "
+    f"{hidden:.0%} hidden"
 )
 print(f"a step takes {np.median(lengths[~beside]):.0f} ms alone,", end=" ")
-print(f"{np.median(lengths[beside]):.0f} ms beside a decomposition (medians, this machine)")
+print(
+    f"{np.median(lengths[beside]):.0f} ms beside a decomposition "
+    "(medians, this machine)"
+)
 assert beside.any() and not beside.all()
 
 # %% [markdown]
@@ -207,15 +219,25 @@ with jk.HostCurvature(decay=0.9, refresh_every=4, lag=2) as service:
 # %%
 zero = steps[0, 0]
 fig, ax = plt.subplots(figsize=(9.2, 2.6), layout="constrained")
-lanes = (("steps", steps, 0), ("waiting for bases", waits, 3), ("decompositions", work, 1))
+lanes = (
+    ("steps", steps, 0),
+    ("waiting for bases", waits, 3),
+    ("decompositions", work, 1),
+)
 for row, (_, lane, color) in enumerate(lanes):
     spans = [(a - zero, b - a) for a, b in lane if b - a > 1e-3]
-    ax.broken_barh(spans, (row - 0.35, 0.7), color=jk.plot.COLORS[color], ec="white", lw=0.4)
+    ax.broken_barh(
+        spans, (row - 0.35, 0.7), color=jk.plot.COLORS[color], ec="white", lw=0.4
+    )
 for step in range(0, len(steps), EVERY):
     ax.axvline(steps[step, 1] - zero, color=jk.plot.MUTED, ls="--", lw=0.8)
     if 0 < step < len(steps) - LAG:
         ax.axvline(steps[step + LAG, 0] - zero, color=jk.plot.INK, lw=0.8)
 ax.set_yticks(range(3), [label for label, _, _ in lanes])
-ax.set(ylim=(2.6, -0.6), xlabel="seconds", title=f"after the first refresh {hidden:.0%} are hidden")
+ax.set(
+    ylim=(2.6, -0.6),
+    xlabel="seconds",
+    title=f"after the first refresh {hidden:.0%} are hidden",
+)
 ax.grid(False)
 plt.show()

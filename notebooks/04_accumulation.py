@@ -45,7 +45,9 @@ N, S, TOKENS = 32, 32, 16
 ids = jax.random.randint(jax.random.key(0), (N, S), 0, TOKENS)
 before = [jax.nn.one_hot(jnp.roll(ids, k, axis=1), TOKENS) for k in range(3)]
 inputs = jnp.concatenate(before, axis=-1)  # (N, S, 48)
-lengths = jnp.concatenate([jnp.full(N // 2, S), jnp.linspace(4, S // 2, N // 2).astype(int)])
+lengths = jnp.concatenate(
+    [jnp.full(N // 2, S), jnp.linspace(4, S // 2, N // 2).astype(int)]
+)
 mask = (jnp.arange(S) >= 2) & (jnp.arange(S) < lengths[:, None])
 batch = (inputs, jnp.roll(ids, 2, axis=1), mask)
 
@@ -67,7 +69,10 @@ def parts(k):
 
 def cut(tree):
     """The micro-batches one by one."""
-    return [jax.tree.unflatten(jax.tree.structure(tree), x) for x in zip(*jax.tree.leaves(tree))]
+    return [
+        jax.tree.unflatten(jax.tree.structure(tree), x)
+        for x in zip(*jax.tree.leaves(tree))
+    ]
 
 
 print("loss terms of 4 micro-batches:", parts(4)[2].sum((1, 2)))
@@ -94,12 +99,17 @@ for one in micro[1:]:
     pooled = pooled + one.factors
 weights = jnp.array([one.factors.terms for one in micro])
 weights = weights / weights.sum()
-weighed = jax.tree.map(lambda *g: sum(w * x for w, x in zip(weights, g)), *[m.grads for m in micro])
+weighed = jax.tree.map(
+    lambda *g: sum(w * x for w, x in zip(weights, g)), *[m.grads for m in micro]
+)
 unweighed = jax.tree.map(lambda *g: sum(g) / K, *[m.grads for m in micro])
 print(f"factors by +:               {off(means(pooled), means(factors)):.1e} off")
 print(f"gradients by loss terms:    {off(weighed, grads):.1e} off")
 print(f"gradients, mean of means:   {off(unweighed, grads):.1e} off")
-print(f"factors of the last one:    {off(means(micro[-1].factors), means(factors)):.1e} off")
+print(
+    "factors of the last one:    "
+    f"{off(means(micro[-1].factors), means(factors)):.1e} off"
+)
 assert off(means(pooled), means(factors)) < 1e-5 and off(weighed, grads) < 1e-5
 assert off(unweighed, grads) > 1e-2
 
@@ -120,7 +130,7 @@ kfac = jk.kfac(2e-2, like=like, damping=1e-2, damping_mode="pi", norm_constraint
 
 
 def train(tx, k):
-    """Parameters after each update of the whole batch in ``k`` micro-batches; its losses."""
+    """Parameters and losses after each update of the batch in ``k`` micro-batches."""
     state = tx.init(params)
 
     def one_micro(carry, batch):
@@ -147,8 +157,12 @@ distance = lambda run: (
 )
 print(f"loss {objective(params, batch):.3f} -> {losses[-1]:.4f}", end=" ")
 print(f"(multi_steps {our_losses[-1]:.4f}, optax.MultiSteps {naive_losses[-1]:.4f})")
-print(f"parameters off after {UPDATES} updates, relative to the way that they have come:")
-print(f"multi_steps {distance(ours)[-1]:.1e}, optax.MultiSteps {distance(naive)[-1]:.1e}")
+print(
+    f"parameters off after {UPDATES} updates, relative to the way that they have come:"
+)
+print(
+    f"multi_steps {distance(ours)[-1]:.1e}, optax.MultiSteps {distance(naive)[-1]:.1e}"
+)
 assert losses[-1] < 0.1 * objective(params, batch)
 assert distance(ours).max() < 1e-4 < 1e-2 < distance(naive).min()
 
@@ -161,14 +175,20 @@ assert distance(ours).max() < 1e-4 < 1e-2 < distance(naive).min()
 # %%
 counts = (1, 2, 4, 8, 16)
 saved = []
-size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 2**20
+size = lambda tree: (
+    sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 2**20
+)
 for k in counts:
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts(k))
     memory = stats.lower(params, one).compile().memory_analysis()
     tx = kfac if k == 1 else jk.multi_steps(kfac, every_k_schedule=k)
-    extra = size(jax.eval_shape(tx.init, params)) - size(jax.eval_shape(kfac.init, params))
+    extra = size(jax.eval_shape(tx.init, params)) - size(
+        jax.eval_shape(kfac.init, params)
+    )
     saved.append((memory.temp_size_in_bytes / 2**20, extra))
-    print(f"{k:2} micro-batches: temporaries {saved[-1][0]:.2f} MiB, sums {extra:.2f} MiB")
+    print(
+        f"{k:2} micro-batches: temporaries {saved[-1][0]:.2f} MiB, sums {extra:.2f} MiB"
+    )
 temporaries, sums = np.array(saved).T
 assert (np.diff(temporaries) < 0).all() and np.ptp(sums[1:]) < 1e-3
 
@@ -200,10 +220,19 @@ jk.plan_memory(
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.2), layout="constrained")
 updates = np.arange(1, UPDATES + 1)
 left.semilogy(
-    updates, distance(naive), "o-", ms=3, color=jk.plot.COLORS[1], label="optax.MultiSteps"
+    updates,
+    distance(naive),
+    "o-",
+    ms=3,
+    color=jk.plot.COLORS[1],
+    label="optax.MultiSteps",
 )
-left.semilogy(updates, distance(ours), "o-", ms=3, color=jk.plot.COLORS[0], label="jk.multi_steps")
-left.set(xlabel="update", title="distance of the parameters from the whole batch's, relative")
+left.semilogy(
+    updates, distance(ours), "o-", ms=3, color=jk.plot.COLORS[0], label="jk.multi_steps"
+)
+left.set(
+    xlabel="update", title="distance of the parameters from the whole batch's, relative"
+)
 left.set(ylim=(1e-9, 10))
 left.legend(loc="center right")
 right.bar(range(len(counts)), temporaries, label="temporaries of a pass")

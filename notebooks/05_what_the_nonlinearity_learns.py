@@ -45,8 +45,8 @@ SEEDS = 5
 def train(config, apply_fn, params, batch, likelihood, *, num_steps, learning_rate):
     """Adapters of ``SEEDS`` seeds, stacked, and their losses ``(seeds, steps)``.
 
-    The base is frozen. Coefficients are free (no ``fourier_loss`` is added), so that they go where
-    the data wants them.
+    The base is frozen. Coefficients are free (no ``fourier_loss`` is added), so
+    that they go where the data wants them.
     """
     adapted = jk.lslora.attach(apply_fn, config)
     adam = optax.adam(learning_rate)
@@ -108,9 +108,15 @@ for name, config in configs(rank=2, alpha=2.0, target="kernel").items():
         config, product, base, (x, targets), squares, num_steps=2000, learning_rate=2e-2
     )
     left_over = made[name][2][:, -1] / jnp.mean(missing**2)
-    print(f"{name:8} leaves over", np.round(np.sort(left_over), 3), "of the variance, by seed")
+    print(
+        f"{name:8} leaves over",
+        np.round(np.sort(left_over), 3),
+        "of the variance, by seed",
+    )
     if name == "LoRA":
-        assert (left_over > 0.95 * best_line).all(), "no linear branch is better than the best line"
+        assert (left_over > 0.95 * best_line).all(), (
+            "no linear branch is better than the best line"
+        )
     else:
         assert jnp.median(left_over) < 0.2 * best_line
 
@@ -137,7 +143,9 @@ held_out, held_out_labels = load_digits("test", seed=0)
 turned = lambda x: jnp.asarray(np.rot90(x, axes=(1, 2)).reshape(-1, 64))
 upright = (jnp.asarray(images.reshape(-1, 64)), jnp.asarray(labels))
 rngs = nnx.Rngs(0)
-model = nnx.Sequential(nnx.Linear(64, 48, rngs=rngs), nnx.gelu, nnx.Linear(48, 10, rngs=rngs))
+model = nnx.Sequential(
+    nnx.Linear(64, 48, rngs=rngs), nnx.gelu, nnx.Linear(48, 10, rngs=rngs)
+)
 apply_fn, params = jk.from_nnx(model)
 cross_entropy = lambda outputs, labels: optax.softmax_cross_entropy_with_integer_labels(
     outputs, labels
@@ -150,7 +158,9 @@ adam = optax.adam(5e-3)
 def fit(carry):
     def step(carry, _):
         params, state = carry
-        grads = jax.grad(lambda p: cross_entropy(apply_fn(p, upright[0]), upright[1]))(params)
+        grads = jax.grad(lambda p: cross_entropy(apply_fn(p, upright[0]), upright[1]))(
+            params
+        )
         updates, state = adam.update(grads, state)
         return (optax.apply_updates(params, updates), state), None
 
@@ -159,10 +169,8 @@ def fit(carry):
 
 params, _ = fit((params, adam.init(params)))
 right = lambda outputs, labels: float((outputs.argmax(-1) == labels).mean())
-print(
-    f"base: {right(apply_fn(params, held_out.reshape(-1, 64)), held_out_labels):.3f} upright,",
-    end=" ",
-)
+unturned = right(apply_fn(params, held_out.reshape(-1, 64)), held_out_labels)
+print(f"base: {unturned:.3f} upright,", end=" ")
 print(f"{right(apply_fn(params, turned(held_out)), held_out_labels):.3f} turned")
 
 # %%
@@ -170,19 +178,32 @@ batch = (turned(images), jnp.asarray(labels))
 real, accuracies = {}, {}
 for name, config in configs(rank=4, alpha=8.0, target=r"layers/.*/kernel").items():
     real[name] = train(
-        config, apply_fn, params, batch, cross_entropy, num_steps=400, learning_rate=5e-3
+        config,
+        apply_fn,
+        params,
+        batch,
+        cross_entropy,
+        num_steps=400,
+        learning_rate=5e-3,
     )
     adapted, adapters, values = real[name]
     outputs = jax.vmap(adapted, (None, 0, None))(params, adapters, turned(held_out))
     accuracies[name] = np.array([right(one, held_out_labels) for one in outputs])
-    print(f"{name:8} training loss {values[:, -1].mean():.3f}, held out", accuracies[name].round(3))
+    print(
+        f"{name:8} training loss {values[:, -1].mean():.3f}, held out",
+        accuracies[name].round(3),
+    )
 change = accuracies["LS-LoRA"] - accuracies["LoRA"]
 error = change.std(ddof=1) / np.sqrt(SEEDS)
-print(f"difference {change.mean():+.3f} ± {error:.3f} (standard error over {SEEDS} seeds)")
+print(
+    f"difference {change.mean():+.3f} ± {error:.3f} (standard error over {SEEDS} seeds)"
+)
 for name, one in jk.lslora.diagnose(real["LS-LoRA"][1]).items():
     print(name, "|c2| + |c3| by seed:", np.array(one.nonlinearity, float).round(2))
     assert (one.nonlinearity > 0.2).all(), "it has changed here, too"
-assert abs(change.mean()) < 0.04 and abs(change.mean()) < 4 * error, "and to no effect that is seen"
+assert abs(change.mean()) < 0.04 and abs(change.mean()) < 4 * error, (
+    "and to no effect that is seen"
+)
 
 # %% [markdown]
 # ## On a language model
@@ -218,8 +239,12 @@ for task, values in enumerate(remains):
         place = task + 0.25 * (2 * i - 1) + np.linspace(-0.06, 0.06, SEEDS)
         color, label = jk.plot.COLORS[i], name if task == 0 else None
         axes[2].plot(place, values[name] / unit, "o", ms=4, color=color, label=label)
-axes[2].set_xticks(range(2), ["made for it:\nsquared error", "turned digits:\nerrors, held out"])
-axes[2].set(ylim=(0, None), xlim=(-0.6, 1.6), title="left over, relative to LoRA's mean")
+axes[2].set_xticks(
+    range(2), ["made for it:\nsquared error", "turned digits:\nerrors, held out"]
+)
+axes[2].set(
+    ylim=(0, None), xlim=(-0.6, 1.6), title="left over, relative to LoRA's mean"
+)
 axes[2].grid(False, axis="x")
 axes[2].legend(loc="lower right")
 plt.show()

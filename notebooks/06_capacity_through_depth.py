@@ -63,7 +63,9 @@ print(text[:150], "...")
 
 # %%
 objective = jk.Objective(model.apply_fn, jk.Categorical())
-stats = jk.value_grad_and_factors(objective, fisher="mc", layers=r".*/(qkv|o)_proj/kernel")
+stats = jk.value_grad_and_factors(
+    objective, fisher="mc", layers=r".*/(qkv|o)_proj/kernel"
+)
 
 
 @jax.jit
@@ -117,16 +119,27 @@ assert untrained_loss > np.log(49152) - 0.5 > loss
 depth = np.arange(30)
 names = {name: name.split("/")[-2] for name in trained}
 ranks = {
-    label: {name: np.array([part.entropy_rank for part in found[name].slices]) for name in names}
+    label: {
+        name: np.array([part.entropy_rank for part in found[name].slices])
+        for name in names
+    }
     for label, found in (("trained", trained), ("random", untrained))
 }
-traces = {name: np.array([part.trace for part in trained[name].slices]) for name in names}
+traces = {
+    name: np.array([part.trace for part in trained[name].slices]) for name in names
+}
 for name, short in names.items():
     dimension = trained[name].slices[0].dimension
     for label in ranks:
         rank = ranks[label][name]
-        print(f"{short}, {label}: entropy rank {rank.min():,.0f} to {rank.max():,.0f}", end=" ")
-        print(f"of {dimension:,}; smallest in block {rank.argmin()}, largest in {rank.argmax()}")
+        print(
+            f"{short}, {label}: entropy rank {rank.min():,.0f} to {rank.max():,.0f}",
+            end=" ",
+        )
+        print(
+            f"of {dimension:,}; smallest in block {rank.argmin()}, "
+            f"largest in {rank.argmax()}"
+        )
     share = traces[name][:3].sum() / traces[name].sum()
     print(f"{short}: {100 * share:.0f} % of the trace is in the first three blocks")
 output = next(name for name in names if names[name] == "o_proj")
@@ -149,10 +162,14 @@ fig, axes = plt.subplots(1, 3, figsize=(9.2, 3.2), layout="constrained")
 colors = {"trained": jk.plot.SIDES["A"], "random": jk.plot.MUTED}
 for axis, (name, short) in zip(axes, names.items()):
     for label in ranks:
-        axis.semilogy(depth, ranks[label][name], color=colors[label], label=label, marker=".")
+        axis.semilogy(
+            depth, ranks[label][name], color=colors[label], label=label, marker="."
+        )
     axis.set(xlabel="block", ylabel="entropy rank", title=short)
     axis.legend()
-for (name, short), color in zip(names.items(), (jk.plot.SIDES["G"], jk.plot.SIDES["diagonal"])):
+for (name, short), color in zip(
+    names.items(), (jk.plot.SIDES["G"], jk.plot.SIDES["diagonal"])
+):
     axes[2].semilogy(depth, traces[name], color=color, label=short, marker=".")
 axes[2].set(xlabel="block", ylabel="trace of the Fisher", title="trained")
 axes[2].legend()

@@ -51,14 +51,14 @@ def bytes_of(tree):
 
 
 def planned(function, *arguments, **options):
-    """Temporaries and outputs of a compiled program, without those that reuse an argument."""
+    """Temporaries and outputs of a program, without those that reuse an argument."""
     memory = jax.jit(function, **options).lower(*arguments).compile().memory_analysis()
     made = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return (memory.temp_size_in_bytes + made) / MIB
 
 
 def alive(work):
-    """Bytes of arrays on the device that were not there before, while the result is held."""
+    """Bytes of new arrays on the device while the result is held."""
     before = {x.unsafe_buffer_pointer() for x in jax.live_arrays()}
     out = work()
     new = {x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}
@@ -88,7 +88,9 @@ def forward(params, x, shifts=None):
 
 def data(rows):
     keys = jax.random.split(jax.random.key(1))
-    return jax.random.normal(keys[0], (rows, WIDTH)), jax.random.randint(keys[1], (rows,), 0, WIDTH)
+    return jax.random.normal(keys[0], (rows, WIDTH)), jax.random.randint(
+        keys[1], (rows,), 0, WIDTH
+    )
 
 
 keys = jax.random.split(jax.random.key(0), DEPTH)
@@ -119,7 +121,11 @@ def everything(params, shifts, batch):
 shifts = [jnp.zeros((ROWS, WIDTH)) for _ in params]
 like = stats.factor_shapes(params, batch)
 kept = planned(everything, params, shifts, batch) + bytes_of(like)
-note("factors formed in the backward pass, not after it", kept, planned(stats, params, batch))
+note(
+    "factors formed in the backward pass, not after it",
+    kept,
+    planned(stats, params, batch),
+)
 
 # %% [markdown]
 # ## Factors on the device
@@ -130,7 +136,9 @@ note("factors formed in the backward pass, not after it", kept, planned(stats, p
 # %%
 one_layer = 3 * 4 * (WIDTH + 1) ** 2  # A, what it is made of, and G
 within = jk.value_grad_and_factors(objective, max_factor_bytes=one_layer)
-passes = [lowered.compile().memory_analysis() for _, lowered in within.lower(params, batch)]
+passes = [
+    lowered.compile().memory_analysis() for _, lowered in within.lower(params, batch)
+]
 most = max(memory.output_size_in_bytes for memory in passes[1:]) / MIB
 note("factors moved as soon as they are formed", bytes_of(like), most)
 
@@ -193,7 +201,11 @@ def gradient_bytes(tokens, body):
 
 lengths = np.random.default_rng(0).integers(20, 160, size=8)
 fixed = gradient_bytes(256, block)
-note("padded to the longest of the batch", fixed, gradient_bytes(int(lengths.max()), block))
+note(
+    "padded to the longest of the batch",
+    fixed,
+    gradient_bytes(int(lengths.max()), block),
+)
 note("activations recomputed", fixed, gradient_bytes(256, jax.checkpoint(block)))
 
 # %% [markdown]
@@ -241,14 +253,19 @@ note("one batch cut in 16", training_bytes(16 * ROWS, 1), training_bytes(ROWS, 1
 # accumulation over whole batches save none; the latter even holds one more copy of the gradient.
 
 # %%
-left = {what: after / before if before else 1.0 for what, (before, after) in measured.items()}
+left = {
+    what: after / before if before else 1.0
+    for what, (before, after) in measured.items()
+}
 nothing = {"a cast that looks first", "4 batches accumulated"}
 for what, share in left.items():
     assert (share >= 0.99) if what in nothing else (share < 0.8), (what, share)
 
 fig, axis = plt.subplots(figsize=(8.0, 3.4), layout="constrained")
 places = np.arange(len(left))
-colors = [jk.plot.SIDES["G"] if what in nothing else jk.plot.SIDES["A"] for what in left]
+colors = [
+    jk.plot.SIDES["G"] if what in nothing else jk.plot.SIDES["A"] for what in left
+]
 axis.barh(places, np.ones(len(left)), color=jk.plot.RULE, height=0.7)
 axis.barh(places, list(left.values()), color=colors, height=0.45)
 for place, (before, after) in zip(places, measured.values()):

@@ -60,7 +60,9 @@ def true(points):
 rng = np.random.default_rng(0)
 inside = rng.uniform(size=(400, 2))
 edge = rng.uniform(size=(80, 2))
-edge[np.arange(80), np.arange(80) % 2] = np.arange(80) // 2 % 2  # twenty points on each side
+edge[np.arange(80), np.arange(80) % 2] = (
+    np.arange(80) // 2 % 2
+)  # twenty points on each side
 batch = jnp.asarray(inside, jnp.float32), jnp.asarray(edge, jnp.float32)
 
 sizes = (2, 32, 32, 1)
@@ -123,7 +125,9 @@ def run(step, carry, num_steps, every):
 
     @jax.jit
     def go(carry):
-        carry = jax.lax.scan(lambda carry, _: (step(carry), None), carry, length=every)[0]
+        carry = jax.lax.scan(lambda carry, _: (step(carry), None), carry, length=every)[
+            0
+        ]
         return carry, error(carry[0])
 
     begun = time.process_time()
@@ -152,7 +156,9 @@ for rate in (3e-3, 1e-2, 3e-2):
         return optax.apply_updates(params, updates), state
 
     print(f"Adam, rate {rate:g}:", end=" ")
-    runs[f"Adam, {rate:g}"] = run(adam_step, (start, adam.init(start)), num_steps, every=50)
+    runs[f"Adam, {rate:g}"] = run(
+        adam_step, (start, adam.init(start)), num_steps, every=50
+    )
 
 # %% [markdown]
 # K-FAC, with nothing to choose: the quadratic model of the loss, whose matrix is the exact
@@ -191,7 +197,9 @@ assert ends["K-FAC"] < 2e-3 and ratio > 10
 # the three. On the right is where the two networks are wrong: mind that the scales differ.
 
 # %%
-fig, axes = plt.subplots(1, 3, figsize=(9.2, 3.1), layout="constrained", width_ratios=(1.5, 1, 1))
+fig, axes = plt.subplots(
+    1, 3, figsize=(9.2, 3.1), layout="constrained", width_ratios=(1.5, 1, 1)
+)
 shades = iter(("#8fb3d3", "#b59a3c", "#c8752d"))
 for name, (_, seconds, errors) in runs.items():
     color = jk.plot.SIDES["G"] if name == "K-FAC" else next(shades)
@@ -204,7 +212,9 @@ grid = jnp.stack(jnp.meshgrid(side, side), axis=-1).reshape(-1, 2)
 for axis, name in zip(axes[1:], (best, "K-FAC")):
     found = jax.vmap(network, (None, 0))(runs[name][0][0], grid)
     wrong = np.abs(np.asarray(found - true(grid))).reshape(61, 61)
-    picture = axis.imshow(wrong, origin="lower", extent=(0, 1, 0, 1), cmap="viridis", vmin=0)
+    picture = axis.imshow(
+        wrong, origin="lower", extent=(0, 1, 0, 1), cmap="viridis", vmin=0
+    )
     axis.set(title=f"|error|, {name}", xticks=[], yticks=[])
     axis.grid(visible=False)
     bar = fig.colorbar(picture, ax=axis, shrink=0.8, format="%.0e")

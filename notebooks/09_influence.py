@@ -58,7 +58,9 @@ print(f"{number} training images, {wrong.sum()} of them with a wrong label")
 # for those that we leave out.
 
 # %%
-apply_fn, initial = jk.from_nnx(MLP((64, 32, 10), activation=jnp.tanh, rngs=nnx.Rngs(0)))
+apply_fn, initial = jk.from_nnx(
+    MLP((64, 32, 10), activation=jnp.tanh, rngs=nnx.Rngs(0))
+)
 objective = jk.Objective(apply_fn, jk.Categorical())
 adam = optax.adam(1e-2)
 
@@ -66,7 +68,9 @@ adam = optax.adam(1e-2)
 @jax.jit
 def fit(keep):
     def loss(params):
-        each = optax.softmax_cross_entropy_with_integer_labels(apply_fn(params, batch[0]), batch[1])
+        each = optax.softmax_cross_entropy_with_integer_labels(
+            apply_fn(params, batch[0]), batch[1]
+        )
         return (each * keep).sum() / keep.sum() + 5e-4 * sum(
             jnp.vdot(x, x) for x in jax.tree.leaves(params)
         )
@@ -108,12 +112,20 @@ bases = measure(params, batch, jax.random.key(1))
 
 # %%
 own = np.asarray(jk.self_influence(objective, params, bases, batch))
-losses = optax.softmax_cross_entropy_with_integer_labels(apply_fn(params, batch[0]), batch[1])
-orders = {"self-influence": np.argsort(-own), "the loss": np.argsort(-np.asarray(losses))}
+losses = optax.softmax_cross_entropy_with_integer_labels(
+    apply_fn(params, batch[0]), batch[1]
+)
+orders = {
+    "self-influence": np.argsort(-own),
+    "the loss": np.argsort(-np.asarray(losses)),
+}
 found = {name: np.cumsum(wrong[order]) / wrong.sum() for name, order in orders.items()}
 fifth = number // 5
 for name, curve in found.items():
-    print(f"by {name}: {100 * curve[fifth - 1]:.0f} % of the wrong labels are in the first fifth")
+    print(
+        f"by {name}: {100 * curve[fifth - 1]:.0f} % of the wrong labels "
+        "are in the first fifth"
+    )
 assert found["self-influence"][fifth - 1] >= 0.8
 
 # %% [markdown]
@@ -129,10 +141,15 @@ without = {
     ),
     "without as many others": np.where(rng.permutation(number) < tenth, 0.0, 1.0),
 }
-after = {name: accuracy(fit(jnp.asarray(keep, jnp.float32))) for name, keep in without.items()}
+after = {
+    name: accuracy(fit(jnp.asarray(keep, jnp.float32)))
+    for name, keep in without.items()
+}
 for name, share in after.items():
     print(f"trained on {name}: test accuracy {share:.3f}")
-assert after["without the suspects"] > max(after["everything"], after["without as many others"])
+assert after["without the suspects"] > max(
+    after["everything"], after["without as many others"]
+)
 
 # %% [markdown]
 # ## Which images influenced an answer
@@ -144,7 +161,9 @@ assert after["without the suspects"] > max(after["everything"], after["without a
 # %%
 inputs = jnp.asarray(test.images.reshape(-1, 64))
 answers = np.asarray(jnp.argmax(apply_fn(params, inputs), axis=-1))
-right, missed = (np.flatnonzero(x)[:3] for x in (answers == test.labels, answers != test.labels))
+right, missed = (
+    np.flatnonzero(x)[:3] for x in (answers == test.labels, answers != test.labels)
+)
 asked = np.concatenate([right, missed])
 queries = inputs[asked], jnp.asarray(test.labels[asked])
 scores = np.asarray(jk.influence(objective, params, bases, queries, batch))
@@ -152,7 +171,9 @@ helpful, harmful = np.argsort(-scores)[:, :4], np.argsort(scores)[:, :4]
 same = np.mean(labels[helpful] == test.labels[asked][:, None])
 share = [wrong[helpful].mean(), wrong[harmful].mean()]
 print(f"{100 * same:.0f} % of the most helpful images have the query's label")
-print(f"wrong labels: {share[0]:.2f} of the helpful, {share[1]:.2f} of the harmful ones")
+print(
+    f"wrong labels: {share[0]:.2f} of the helpful, {share[1]:.2f} of the harmful ones"
+)
 assert same > 0.8 and share[1] > 0.5 > share[0]
 
 # %% [markdown]
@@ -188,11 +209,18 @@ left.text(0.14, 1.02, "most helpful")
 left.text(0.63, 1.02, "most harmful")
 axis = right.subplots()
 looked = np.arange(1, number + 1) / number
-for (name, curve), color in zip(found.items(), (jk.plot.SIDES["A"], jk.plot.SIDES["G"])):
+for (name, curve), color in zip(
+    found.items(), (jk.plot.SIDES["A"], jk.plot.SIDES["G"])
+):
     axis.plot(looked, curve, label=f"by {name}", color=color)
-axis.plot([0, 1], [0, 1], color=jk.plot.MUTED, linestyle=(0, (4, 3)), label="in any order")
+axis.plot(
+    [0, 1], [0, 1], color=jk.plot.MUTED, linestyle=(0, (4, 3)), label="in any order"
+)
 axis.set(
-    xlabel="training images looked at", ylabel="wrong labels found", xlim=(0, 1), ylim=(0, 1.02)
+    xlabel="training images looked at",
+    ylabel="wrong labels found",
+    xlim=(0, 1),
+    ylim=(0, 1.02),
 )
 axis.legend()
 plt.show()

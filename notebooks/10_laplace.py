@@ -77,7 +77,9 @@ rng = np.random.default_rng(0)
 x = np.concatenate([rng.uniform(-3, -0.8, 60), rng.uniform(1.0, 3, 60)])
 y = np.sin(2 * x) + 0.15 * rng.normal(size=120)
 points = jnp.asarray(x[:, None], jnp.float32), jnp.asarray(y[:, None], jnp.float32)
-apply_fn, params = jk.from_nnx(MLP((1, 32, 32, 1), activation=jnp.tanh, rngs=nnx.Rngs(0)))
+apply_fn, params = jk.from_nnx(
+    MLP((1, 32, 32, 1), activation=jnp.tanh, rngs=nnx.Rngs(0))
+)
 curve = jk.Objective(apply_fn, jk.Gaussian())
 params = fit(curve, params, points, prior=0.02, steps=1500)
 posterior = laplace(curve, params, points).tune_prior(points)
@@ -91,8 +93,12 @@ fig, axis = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
 grid = np.asarray(places[:, 0])
 for times, alpha in ((2, 0.15), (1, 0.25)):
     low, high = mean - times * deviation, mean + times * deviation
-    axis.fill_between(grid, low, high, color=jk.plot.SIDES["A"], alpha=alpha, linewidth=0)
-axis.plot(grid, mean, color=jk.plot.SIDES["A"], label="mean, 1 and 2 standard deviations")
+    axis.fill_between(
+        grid, low, high, color=jk.plot.SIDES["A"], alpha=alpha, linewidth=0
+    )
+axis.plot(
+    grid, mean, color=jk.plot.SIDES["A"], label="mean, 1 and 2 standard deviations"
+)
 axis.plot(x, y, ".", color=jk.plot.SIDES["G"], markersize=3, label="data")
 axis.set(xlabel="x", ylabel="y", ylim=(-3, 3))
 axis.legend()
@@ -106,10 +112,14 @@ plt.show()
 near = np.abs(grid[:, None] - x).min(axis=1) < 0.05
 gap = (grid > -0.2) & (grid < 0.4)
 outside = np.abs(grid) > 3.7
-print(f"standard deviation near points {deviation[near].mean():.2f}, in the gap", end=" ")
+print(
+    f"standard deviation near points {deviation[near].mean():.2f}, in the gap", end=" "
+)
 print(f"{deviation[gap].mean():.2f}, outside {deviation[outside].mean():.2f}")
 assert 0.15 < posterior.noise < deviation[near].mean() < 1.5 * posterior.noise
-assert min(deviation[gap].mean(), deviation[outside].mean()) > 2 * deviation[near].mean()
+assert (
+    min(deviation[gap].mean(), deviation[outside].mean()) > 2 * deviation[near].mean()
+)
 
 # %% [markdown]
 # ## On digits
@@ -144,10 +154,15 @@ def turned(degrees):
 
 
 def calibration_error(probabilities, num_bins=15):
-    """Expected calibration error: the mean gap between confidence and accuracy, over bins."""
-    confidence, hit = probabilities.max(axis=1), probabilities.argmax(axis=1) == test.labels
+    """Expected calibration error: mean gap of confidence and accuracy, over bins."""
+    confidence, hit = (
+        probabilities.max(axis=1),
+        probabilities.argmax(axis=1) == test.labels,
+    )
     bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
-    gaps = [abs(hit[bins == b].sum() - confidence[bins == b].sum()) for b in range(num_bins)]
+    gaps = [
+        abs(hit[bins == b].sum() - confidence[bins == b].sum()) for b in range(num_bins)
+    ]
     return sum(gaps) / len(hit)
 
 
@@ -160,11 +175,20 @@ predicted = {
     name: {angle: np.asarray(predict(turned(angle))) for angle in angles}
     for name, predict in methods.items()
 }
-errors = {name: [calibration_error(p) for p in each.values()] for name, each in predicted.items()}
-hits = [(p.argmax(axis=1) == test.labels).mean() for p in predicted["its posterior"].values()]
+errors = {
+    name: [calibration_error(p) for p in each.values()]
+    for name, each in predicted.items()
+}
+hits = [
+    (p.argmax(axis=1) == test.labels).mean()
+    for p in predicted["its posterior"].values()
+]
 for i, angle in enumerate(angles):
     pair = ", ".join(f"{name} {errors[name][i]:.3f}" for name in errors)
-    print(f"turned by {angle:2} degrees: accuracy {hits[i]:.2f}; calibration error of {pair}")
+    print(
+        f"turned by {angle:2} degrees: accuracy {hits[i]:.2f}; "
+        f"calibration error of {pair}"
+    )
 alone, with_posterior = errors.values()
 assert all(b < a for a, b in zip(alone[3:], with_posterior[3:]))  # from 30 degrees on
 
@@ -188,9 +212,15 @@ for axis, (name, each) in zip(axes, predicted.items()):
     axis.lines[-1].set_color(colors[name])
     axis.set_title(f"{name}, turned by 30 degrees:\n{axis.get_title(loc='left')}")
 for name, values in errors.items():
-    axes[2].plot(angles, values, marker="o", markersize=3, color=colors[name], label=name)
+    axes[2].plot(
+        angles, values, marker="o", markersize=3, color=colors[name], label=name
+    )
 axes[2].plot(
-    angles, 1 - np.array(hits), color=jk.plot.MUTED, linestyle=(0, (4, 3)), label="mistakes"
+    angles,
+    1 - np.array(hits),
+    color=jk.plot.MUTED,
+    linestyle=(0, (4, 3)),
+    label="mistakes",
 )
 axes[2].set(xlabel="rotation (degrees)", ylabel="calibration error", ylim=(0, None))
 axes[2].set_title("over all rotations")
@@ -198,12 +228,17 @@ axes[2].legend()
 plt.show()
 
 confidence = {
-    name: [float(p.max(axis=1).mean()) for p in each.values()] for name, each in predicted.items()
+    name: [float(p.max(axis=1).mean()) for p in each.values()]
+    for name, each in predicted.items()
 }
 for name, values in confidence.items():
     pairs = ", ".join(f"{value:.3f} at {angle}" for angle, value in zip(angles, values))
     print(f"mean confidence of {name} by degrees: {pairs}")
 of_network, of_posterior = confidence.values()
-assert of_network[6] > of_network[3] < of_network[0] and of_posterior[6] > of_posterior[3]
+assert (
+    of_network[6] > of_network[3] < of_network[0] and of_posterior[6] > of_posterior[3]
+)
 assert all(b < a for a, b in zip(of_network, of_posterior))  # less sure at every angle
-assert all(b > a for a, b in zip(alone[:3], with_posterior[:3]))  # worse at 0, 10 and 20 degrees
+assert all(
+    b > a for a, b in zip(alone[:3], with_posterior[:3])
+)  # worse at 0, 10 and 20 degrees

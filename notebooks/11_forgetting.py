@@ -103,7 +103,10 @@ def learn(strength):
 accuracies = {"no penalty": learn(0), "Kronecker penalty": learn(30.0)}
 for name, found in accuracies.items():
     print(f"{name}: mean accuracy over all tasks at the end {found[-1].mean():.3f}")
-assert accuracies["Kronecker penalty"][-1].mean() > accuracies["no penalty"][-1].mean() + 0.1
+assert (
+    accuracies["Kronecker penalty"][-1].mean()
+    > accuracies["no penalty"][-1].mean() + 0.1
+)
 
 # %% [markdown]
 # ## The answer
@@ -116,8 +119,15 @@ assert accuracies["Kronecker penalty"][-1].mean() > accuracies["no penalty"][-1]
 fig, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained", sharey=True)
 for axis, (name, found) in zip(axes, accuracies.items()):
     for task in range(TASKS):
-        axis.plot(range(task + 1, TASKS + 1), found[task:, task], marker="o", label=f"{task + 1}")
-    axis.set(title=name, xlabel="tasks learned", ylim=(0, 1.02), xticks=range(1, TASKS + 1))
+        axis.plot(
+            range(task + 1, TASKS + 1),
+            found[task:, task],
+            marker="o",
+            label=f"{task + 1}",
+        )
+    axis.set(
+        title=name, xlabel="tasks learned", ylim=(0, 1.02), xticks=range(1, TASKS + 1)
+    )
 axes[0].set_ylabel("test accuracy")
 axes[1].legend(title="task")
 plt.show()

@@ -127,7 +127,38 @@ def test_the_check_finds_dead_links_and_what_a_network_would_bring(tmp_path):
     ]
 
 
+def test_the_sidebar_has_four_captions_and_at_most_thirty_entries():
+    text = (ROOT / "docs" / "index.md").read_text()
+    trees = re.findall(
+        r"^```\{toctree\}\n:caption: ([^\n]+)\n:hidden:\n(.*?)^```$", text, re.M | re.S
+    )
+    captions, entries = zip(*trees, strict=True)
+    assert captions == ("Tutorials", "How-to guides", "Explanation", "Reference")
+    assert len(" ".join(entries).split()) <= 30
+
+
+def test_figures_of_pages_are_drawn_as_wide_as_they_are_shown():
+    """The column has 736 pixels: in a wider figure, labels would shrink below their size."""
+    shown = re.compile(r"!\[[^\]]+\]\(([^)\s]+\.svg)\)")
+    figures = {(p.parent / x).resolve() for p in PAGES for x in shown.findall(p.read_text())}
+    assert len(figures) >= 8
+    for path in figures:
+        found = re.search(r'<svg[^>]* width="([\d.]+)(pt)?"', path.read_text())
+        assert found, f"{path.name} has no width, so a browser chooses one"
+        assert float(found[1]) * (96 / 72 if found[2] else 1) <= 736, path.name
+
+
+def test_figures_with_colors_for_dark_pages_are_not_inverted_there():
+    style = (ROOT / "docs" / "_static" / "site.css").read_text()
+    excepted = re.findall(r'img:not\(\[src\$="([\w.]+)"\]\)', style)
+    both = [p.name for p in ROOT.glob("docs/_static/*.svg") if "prefers-color" in p.read_text()]
+    assert len(excepted) == 2 and {*excepted} == {*both} - {"favicon.svg"}
+
+
 def test_lines_of_code_fit_a_narrow_column():
+    for script in (ROOT / "notebooks").glob("*.py"):
+        lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
+        assert max(map(len, lines)) <= 88, script.name
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         blocks = re.findall(r"^```\w+\n(.*?)^```$", page.read_text(), re.M | re.S)
         long = [line for block in blocks for line in block.splitlines() if len(line) > 88]

@@ -32,7 +32,7 @@ def curves(
     from matplotlib.figure import Figure
 
     with mpl.rc_context(FIGURE_STYLE):
-        figure = Figure(figsize=(9.2, 3.6), layout="constrained")
+        figure = Figure(figsize=(7.6, 3.6), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)
         for name, method in methods.items():
             runs = [line for line in seed_runs(lines, method, problem) if not line["error"]]

@@ -54,18 +54,19 @@ def as_markdown(notebook: dict[str, Any]) -> str:
     3
     ``````
     """
-    parts, heading = [], ""
+    parts, headings = [], list[str]()
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(on_site(source))
-            heading = ([heading] + HEADING.findall(source))[-1]
+            headings += HEADING.findall(source)
             continue
         lines = [line for line in source.splitlines() if not line.startswith("%")]
         code = "\n".join(lines).strip("\n")
         parts.append(f"{FENCE}python\n{code}\n{FENCE}")
         for output in cell["outputs"]:
-            parts.extend(_output(output, heading))
+            title_and_section = dict.fromkeys([*headings[:1], *headings[-1:]])
+            parts.extend(_output(output, ", ".join(title_and_section)))
     return "\n\n".join(parts)
 
 
@@ -92,7 +93,7 @@ def _output(output: dict[str, Any], heading: str) -> Iterator[str]:
 def _figure(kind: str, content: str, heading: str) -> str:
     alternative = html.escape(f"Figure: {heading}")
     image = f'<img class="figure" alt="{alternative}" src="data:image/{kind};base64,{content}">'
-    return f"{FENCE}{{raw}} html\n{image}\n{FENCE}"
+    return f"{FENCE}{{raw}} html\n<div class='output'>{image}</div>\n{FENCE}"
 
 
 def _read(app: Sphinx, page: str, source: list[str]) -> None:

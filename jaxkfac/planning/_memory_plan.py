@@ -167,11 +167,26 @@ def _columns(plan: MemoryPlan) -> dict[str, MemoryEstimate]:
 def _text(plan: MemoryPlan) -> str:
     """The table and remarks that ``print(plan)`` shows."""
     estimates, remarks = _columns(plan), _remarks(plan)
-    table = aligned(_table(plan, estimates, bytes_text), width=WIDTH)
+    table = aligned(_table(plan, estimates, bytes_text))
     if max(map(len, table)) > WIDTH:
-        table = aligned(_table(plan, estimates, _short), width=WIDTH)
+        table = _in_blocks(_table(plan, estimates, _short))
         remarks += _wrapped("K, M and G are KiB, MiB and GiB")
     return "\n".join([*table, "", *remarks, *_verdict(plan)])
+
+
+def _in_blocks(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, with its columns in as few blocks as fit the width, one below the other."""
+    count = max(map(len, cells)) - 1
+    for size in (-(-count // blocks) for blocks in range(1, count + 1)):
+        starts = range(1, count + 1, size)
+        lines = [
+            line
+            for start in starts
+            for line in aligned([[row[0], *row[start : start + size]] for row in cells])
+        ]
+        if max(map(len, lines)) <= WIDTH:
+            return lines
+    return aligned(cells, width=WIDTH)
 
 
 def _short(nbytes: int) -> str:

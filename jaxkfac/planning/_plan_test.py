@@ -21,6 +21,7 @@ from jaxkfac.memory import MemoryBudgetError
 from jaxkfac.optim import MultiStepsState, kfac, multi_steps
 from jaxkfac.planning import TARGETS, DecoderLayout, shaped
 from jaxkfac.planning import plan_memory as plan_by_default
+from jaxkfac.planning._memory_plan import _in_blocks
 from jaxkfac.planning._options import OPTION_NAMES, OPTIONS
 from jaxkfac.planning._shapes import micro_batch
 from jaxkfac.planning._temporaries import Temporaries
@@ -466,6 +467,16 @@ def test_the_table_and_the_record_hold_every_row_and_option(case):
     assert "it fits as it is" in text
     assert record["now"]["device_total"] == case.plan.now.device_total
     assert set(record["alone"]) | set(record["unavailable"]) == set(OPTION_NAMES)
+
+
+def test_a_table_of_many_options_has_blocks_of_columns_and_whole_names():
+    head = ["on the device", *(f"option {i}" for i in range(14))]
+    rows = [["averages in float64", *["59.5G"] * 14], ["on the host"]]
+    lines = _in_blocks([head, *rows])
+    assert len(lines) == 6 and max(map(len, lines)) <= 120
+    assert [line.split("  ")[0] for line in lines].count("averages in float64") == 2
+    assert sum(line.count("59.5G") for line in lines) == 14 and not any("…" in x for x in lines)
+    assert len(_in_blocks([row[:5] for row in (head, *rows)])) == 3
 
 
 @pytest.mark.parametrize("device_bytes", [0, -1.0, float("nan"), float("inf")])

@@ -135,8 +135,10 @@ class LaplacePosterior:
         prior_precision: ArrayLike | None = None,
         noise: ArrayLike | None = None,
     ) -> Float[Array, ""]:
-        r"""The evidence, $\log p(\mathcal D \mid \theta) - \tfrac12 (\log\det P - \log\det P_0
-        + \theta^\top P_0 \theta)$ with $P_0 = \operatorname{diag}(\delta)$.
+        r"""The logarithm of the evidence.
+
+        $$\log p(\mathcal D \mid \theta) - \tfrac12 (\log\det P - \log\det P_0
+        + \theta^\top P_0 \theta), \qquad P_0 = \operatorname{diag}(\delta).$$
 
         It is differentiable in the prior precision and in the noise, and can be jitted.
 

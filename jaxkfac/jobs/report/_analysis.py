@@ -18,6 +18,7 @@ from jaxkfac.jobs.report._capacity import (
 from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import (
+    LEAST_POINTS,
     figure_html,
     new_figure,
     svg_bytes,
@@ -383,6 +384,20 @@ def curvature_answer(spectra: Sequence[SpectrumRecord], report: CapacityReport) 
     return [*sentences, *capacity_sentences(report)]
 
 
+def _depth_sentence(stack: DepthStack) -> str:
+    """The blocks with the lowest and the highest mean entropy rank, and with the most trace."""
+    ranks, traces = (
+        [sum(getattr(records[i], name) for records in stack.layers.values())
+         for i in range(stack.depth)]
+        for name in ("entropy_rank", "trace")
+    )  # fmt: skip
+    return (
+        f"Entropy rank, summed over the layers of a block, is lowest in block "
+        f"{ranks.index(min(ranks))} and highest in block {ranks.index(max(ranks))}; the trace is "
+        f"largest in block {traces.index(max(traces))}."
+    )
+
+
 _DEPTH = (
     "Entropy rank, participation ratio and trace of each layer's block of the curvature, from "
     "the first block of the model to the last."
@@ -433,7 +448,7 @@ def _memory(record: AnalysisRecord) -> str:
 def _of_model(memory: ModelMemory) -> str:
     rows = memory_plan_rows(memory.plan, disk=memory.disk, peaks=memory.peaks)
     pass_text = "a backward pass" if memory.passes == 1 else f"{memory.passes} backward passes"
-    table = table_html(["stage", "", "plan", "peak"], rows, text=2)
+    table = table_html(["stage", "what", "plan", "peak"], rows, text=2)
     return f"<p>Gathered in {pass_text} over each batch.</p>{table}"
 
 
@@ -446,7 +461,11 @@ def _depth(record: AnalysisRecord) -> list[str]:
     sections = []
     for stack in stacks_of(record.capacity):
         table = table_html(stack.head(), list(stack.rows()), text=1)
-        figure = figure_html(depth_figure(stack), f"Capacity of {stack.name} over depth", _DEPTH)
+        if stack.depth < LEAST_POINTS:
+            sections.append(f"<h2>Depth: {escape(stack.name)}</h2>{table}")
+            continue
+        caption = f"{_depth_sentence(stack)} {_DEPTH}"
+        figure = figure_html(depth_figure(stack), f"Capacity of {stack.name} over depth", caption)
         sections.append(
             f"<h2>Depth: {escape(stack.name)}</h2>{figure}<details><summary>Block by block: "
             f"entropy rank of each layer, and trace</summary>{table}</details>"

@@ -125,9 +125,13 @@ def test_the_ranks_figure_shows_the_rank_of_every_depth(monkeypatch):
     shown = []
     monkeypatch.setattr(_factor_figures, "svg_bytes", lambda f: shown.append(f) or b"")
     records = [*record("b/0/w", values=(1.0, 1.0)), *record("b/1/w", values=(1.0, 0.0))]
+    dots = lambda axis: [line for line in axis.lines if line.get_marker() == "o"]
     ranks_figure(records)
-    drawn = [line.get_ydata() for line in shown[0].axes[0].lines if line.get_marker() == "o"]
-    np.testing.assert_allclose(drawn, [[2.0, 1.0]])
+    (row,) = dots(shown[0].axes[0])  # of two blocks: one row, not a line over depth
+    np.testing.assert_allclose([row.get_xdata(), row.get_ydata()], [[2.0, 1.0], [0, 0]])
+    ranks_figure([*records, *(r for i in (2, 3, 4) for r in record(f"b/{i}/w", values=(1.0, 0.0)))])
+    (line,) = dots(shown[1].axes[0])
+    np.testing.assert_allclose(line.get_ydata(), [2.0, 1.0, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.slow

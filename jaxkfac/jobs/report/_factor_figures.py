@@ -1,12 +1,16 @@
 """Figures of factors: spectra, ranks and condition numbers, as files and as panels of a page."""
 
+import itertools
 import math
+import statistics
 from collections.abc import Iterator, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
-from jaxkfac._text import shortened
+from jaxkfac._text import number, shortened
 from jaxkfac.jobs.report._layer_table import distinct_names
 from jaxkfac.jobs.report._page import (
+    LEAST_POINTS,
     MUTED,
     SIDES,
     Axis,
@@ -75,8 +79,8 @@ class _Curve(NamedTuple):
 def _curves(members: Sequence[SpectrumRecord]) -> tuple[list[_Curve], list[str]]:
     """What a panel shows of its members, and notes of what was raised or is not shown."""
     shown, curves = evenly(len(members), _MOST_LINES), []
-    for number in shown:
-        record, place = members[number], number / max(len(members) - 1, 1)
+    for i in shown:
+        record, place = members[i], i / max(len(members) - 1, 1)
         at = evenly(len(record.raw), MOST_POINTS)
         raw, clipped = ([values[i] for i in at] for values in (record.raw, record.clipped))
         curves.append(_Curve(record, place, [i + 1 for i in at], raw, clipped))
@@ -93,10 +97,9 @@ def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
         alpha, positive = 1.0 - 0.6 * place, [x if x > 0 else math.nan for x in raw]
         axis.plot(ranks, clipped, color=color, alpha=alpha, linewidth=1.2)
         axis.plot(ranks, positive, ".", color=MUTED, alpha=alpha, markersize=2.2, markeredgewidth=0)
-    axis.set_title(title, fontsize=7.5, linespacing=1.25)
-    axis.tick_params(labelsize=7)
+    axis.set_title(title, fontsize=8, linespacing=1.25)
     axis.set_axisbelow(True)
-    style = {"transform": axis.transAxes, "fontsize": 7, "color": MUTED}
+    style = {"transform": axis.transAxes, "fontsize": 8, "color": MUTED}
     axis.text(0.04, 0.06, "\n".join(notes), ha="left", va="bottom", **style)
     _whole_decades(axis, members)
 
@@ -128,6 +131,8 @@ def _whole_decades(axis: Any, members: list[SpectrumRecord]) -> None:
 def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
     """Plot the entropy rank of every factor over depth, with a panel for each kind of layer.
 
+    A model of fewer than five blocks has one panel, with a row for each factor.
+
     Depth is the slice of a stacked layer, or the order of layers whose names differ only in a
     number. The dashed line is the size, an upper bound of the rank. All panels share their
     logarithmic axis.
@@ -137,8 +142,11 @@ def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
     """
     from matplotlib.ticker import FuncFormatter, NullLocator
 
+    every = families(records, shared_once=False)
+    if max((len(family.members) for family in every), default=0) < LEAST_POINTS:
+        return _rank_rows(every)
     panels: dict[str, list[FactorFamily]] = {}
-    for family in families(records, shared_once=False):
+    for family in every:
         panels.setdefault(family.title, []).append(family)
     rows = max(math.ceil(len(panels) / COLUMNS), 1)
     with new_figure(1.5 * rows + 0.8) as figure:
@@ -148,7 +156,7 @@ def ranks_figure(records: Sequence[SpectrumRecord]) -> bytes:
         for axis, (title, members) in zip(axes.flat, panels.items(), strict=False):
             for family in members:
                 _draw_ranks(axis, family)
-            axis.set_title(shortened(title, 34), fontsize=7.5)
+            axis.set_title(shortened(title, 32), fontsize=8)
         top = max((len(record.raw) for record in records), default=1)
         first = axes.flat[0]
         first.set_yscale("log")
@@ -176,8 +184,31 @@ def _draw_ranks(axis: Any, family: FactorFamily) -> None:
     pad = 0.06 * (len(depths) - 1) if len(depths) > 1 else 0.9
     axis.set_xlim(-pad, len(depths) - 1 + pad)
     axis.xaxis.set_major_locator(MaxNLocator(4, integer=True) if len(depths) > 1 else NullLocator())
-    axis.tick_params(labelsize=7)
     axis.set_axisbelow(True)
+
+
+def _rank_rows(rows: Sequence[FactorFamily]) -> bytes:
+    """A row for each factor, with its rank as a dot and its size as a bar."""
+    with new_figure(0.18 * len(rows) + 1.1) as figure:
+        axis = figure.subplots()
+        for y, family in enumerate(rows):
+            ranks = [max(record.entropy_rank, 0.8) for record in family.members]
+            sizes = [len(record.raw) for record in family.members]
+            color = SIDES[family.side]
+            axis.plot(ranks, [y] * len(ranks), "o", color=color, markersize=3.5)
+            axis.plot(sizes, [y] * len(sizes), "|", color=color, markersize=8)
+        _name_rows(axis, rows)
+        axis.set(xscale="log", xlabel="entropy rank (dots) and size (bars)")
+        return svg_bytes(figure)
+
+
+def _name_rows(axis: Any, rows: Sequence[FactorFamily]) -> None:
+    labels = [f"{shortened(f.title, 44)}   {SIDE_TEXT[f.side]}" for f in rows]
+    axis.set_yticks(range(len(rows)), labels, fontsize=8)
+    for label, family in zip(axis.get_yticklabels(), rows, strict=True):
+        label.set_color(SIDES[family.side])
+    axis.set_ylim(len(rows) - 0.3, -0.7)
+    axis.tick_params(axis="y", length=0)
 
 
 def _ranks_legend(figure: Any, sides: set[str]) -> None:
@@ -220,11 +251,7 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
         axis = figure.subplots()
         for y, family in enumerate(rows):
             _draw_conditions(axis, y, family, edge)
-        labels = [f"{shortened(f.title, 44)}   {SIDE_TEXT[f.side]}" for f in rows]
-        axis.set_yticks(range(len(rows)), labels, fontsize=7)
-        for label, family in zip(axis.get_yticklabels(), rows, strict=True):
-            label.set_color(SIDES[family.side])
-        axis.set_ylim(len(rows) - 0.3, -0.7)
+        _name_rows(axis, rows)
         axis.set_xscale("log")
         axis.set_xlim(10.0 ** math.floor(math.log10(low) - 0.02), edge * (2 if infinite else 1))
         decades = range(math.floor(math.log10(low)), last + 1)
@@ -232,10 +259,9 @@ def conditions_figure(records: Sequence[SpectrumRecord]) -> bytes:
         axis.xaxis.set_minor_locator(NullLocator())
         if infinite:
             axis.axvline(edge, color=MUTED, linewidth=0.6)
-            axis.text(edge, -0.8, "infinite", ha="center", va="bottom", fontsize=7, color=MUTED)
+            axis.text(edge, -0.8, "infinite", ha="center", va="bottom", fontsize=8, color=MUTED)
         axis.set_xlabel("condition number")
         axis.set_axisbelow(True)
-        axis.tick_params(axis="y", length=0)
         _conditions_legend(figure)
         return svg_bytes(figure)
 
@@ -276,16 +302,50 @@ _TICK = 26  # letters of a name below a panel
 
 def factor_panels_html(records: Sequence[SpectrumRecord]) -> str:
     """Ranks and condition numbers over depth, then a panel for each factor."""
-    over = panels_html(list(_over_depth(records)), legend=_LEGEND)
+    sides = {_COLORS[record.side] for record in records}
+    legend = [(color, text) for color, text in _LEGEND if color in sides]
+    over = panels_html(list(_over_depth(records)), legend=legend)
     panels_of_factors = [
         _spectrum(title, members) for title, members in panels(records, separate=True)
     ]
     return (
-        f"{over}<p>Entropy rank, exp(entropy) of the normalised eigenvalues, and condition "
-        "number, of every layer in the model's order. Where the smallest eigenvalue is not "
-        "positive the condition is infinite, and there is a gap.</p>"
-        f"{panels_html(panels_of_factors)}<p>Dots: eigenvalues of the running average, as "
-        "decomposed. Lines: after clipping.</p>"
+        f"{over}<p>{escape(_ranks_sentence(records))} Entropy rank is exp(entropy) of the "
+        "normalized eigenvalues. Layers are in the model's order. Where the smallest eigenvalue is "
+        "not positive the condition number is infinite, and there is a gap.</p>"
+        f"{panels_html(panels_of_factors)}<p>{_decay_sentence(records)} Dots: eigenvalues of the "
+        "running average, as decomposed. Lines: after clipping.</p>"
+    )
+
+
+def _stored_once(records: Sequence[SpectrumRecord]) -> list[SpectrumRecord]:
+    """Without the inputs of layers that read another layer's input."""
+    return [r for r in records if r.side != "A" or r.source == r.layer]
+
+
+def _ranks_sentence(records: Sequence[SpectrumRecord]) -> str:
+    """Which share of their sizes the ranks are, and the factor with the least."""
+    stored = _stored_once(records)
+    share = statistics.median(r.entropy_rank / len(r.raw) for r in stored)
+    least = min(stored, key=lambda r: r.entropy_rank / len(r.raw))
+    rank, size = number(least.entropy_rank), f"{len(least.raw):,}"
+    return (
+        f"The median entropy rank is {share:.0%} of the factor's size; the lowest share is that of "
+        f"{_name(least)}, {_TITLES[least.side]}: {rank} of {size}."
+    )
+
+
+def _decay_sentence(records: Sequence[SpectrumRecord]) -> str:
+    """How few eigenvalues hold most of a trace, and how many clipping raises."""
+    stored = _stored_once(records)
+    shares = []
+    for record in stored:
+        sums = list(itertools.accumulate(max(value, 0.0) for value in record.raw))
+        shares.append(sum(value < 0.9 * sums[-1] for value in sums) + 1)
+        shares[-1] /= len(sums)
+    raised, total = sum(r.raised for r in stored), sum(len(r.raw) for r in stored)
+    return (
+        f"In the median factor, {statistics.median(shares):.0%} of the eigenvalues hold 90 % of "
+        f"the trace. Clipping raises {raised:,} of {total:,} eigenvalues."
     )
 
 
@@ -343,7 +403,7 @@ WORDS = {
     ),
     "ranks": (
         "Entropy rank of every factor over depth",
-        "Entropy rank, exp(entropy) of the normalised eigenvalues, over depth: the slice of a "
+        "Entropy rank, exp(entropy) of the normalized eigenvalues, over depth: the slice of a "
         "stacked layer, or the order of layers whose names differ in a number. Dashed: the "
         "factor's size.",
     ),

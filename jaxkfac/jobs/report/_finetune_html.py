@@ -17,7 +17,14 @@ from jaxkfac.jobs.report._finetune_records import (
     held_out_rows,
 )
 from jaxkfac.jobs.report._html import report_page
-from jaxkfac.jobs.report._page import Axis, Line, panel_html, panels_html, table_html
+from jaxkfac.jobs.report._page import (
+    LEAST_POINTS,
+    Axis,
+    Line,
+    panel_html,
+    panels_html,
+    table_html,
+)
 from jaxkfac.jobs.report._race import driven_panels
 from jaxkfac.jobs.report._spectra import joined
 from jaxkfac.lslora import Nonlinearity, find_nonlinearity
@@ -25,7 +32,6 @@ from jaxkfac.lslora import Nonlinearity, find_nonlinearity
 # ---------------- panels: loss, and the adapter's nonlinearity over the updates
 
 
-LEAST_POINTS = 5  # of a line; fewer are numbers in a table
 _COLORS = ("a", "adamw", "diagonal", "g", "violet", "olive")
 
 
@@ -230,8 +236,7 @@ def _samples(samples: Sequence[SampleRecord]) -> str:
 def _fourier(records: FinetuneRecords, nonlinearity: str) -> str:
     phi = find_nonlinearity(nonlinearity)
     note = escape(
-        f"{_ENDS} {phi.formula}. Nonlinearity: {phi.strength_formula}. Saturated: "
-        f"{phi.saturated_formula}."
+        f"{phi.formula}. Nonlinearity: {phi.strength_formula}. Saturated: {phi.saturated_formula}."
     )
     rows = []
     for layer, values in records.fourier[-1].layers.items():
@@ -246,8 +251,8 @@ def _fourier(records: FinetuneRecords, nonlinearity: str) -> str:
             "saturated"]  # fmt: skip
     table = f"<p>{escape(_moved(records, phi))}</p>{table_html(head, rows, text=1)}"
     if len(records.fourier) < LEAST_POINTS:
-        return f"{table}<p>{note.removeprefix(_ENDS)}</p>"
-    return f"{table}{nonlinearity_panels_html(records.fourier, phi)}<p>{note}</p>"
+        return f"{table}<p>{note}</p>"
+    return f"{table}{nonlinearity_panels_html(records.fourier, phi)}<p>{escape(_ENDS)} {note}</p>"
 
 
 def _moved(records: FinetuneRecords, phi: Nonlinearity) -> str:

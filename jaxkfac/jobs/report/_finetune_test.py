@@ -90,6 +90,7 @@ def test_fewer_than_five_points_are_a_table():
     assert 'data-label="validation"' not in text and ">validation loss</td>" in text
     assert "Training moved c2 of layers/q_proj most: by 0.4 on average" in text
     assert "The largest nonlinearity is 0.8." in text
+    assert "Lines are means" not in text  # there are none
 
 
 class Cubic(Nonlinearity):

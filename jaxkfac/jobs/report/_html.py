@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxkfac.jobs.report._capacity import CapacityReport, capacity_html
 from jaxkfac.jobs.report._factor_figures import factor_panels_html
-from jaxkfac.jobs.report._page import OPTIMIZERS, page_html, table_html
+from jaxkfac.jobs.report._page import OPTIMIZERS, filled_columns, page_html, table_html
 from jaxkfac.jobs.report._race import (
     TO_TARGET,
     RunRecords,
@@ -151,7 +151,12 @@ def report_page(
     Returns:
         The page, self-contained.
     """
-    training = [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)] if runs else []
+    training = []
+    if runs and runs_last:  # the answer at the top is about the factors
+        said = f"<p>{escape(' '.join(train_answer(runs, num_test)))}</p>"
+        training = ["<h2>Training</h2>", said, _cards(runs), _curves(runs), _runs(runs)]
+    elif runs:
+        training = [_cards(runs), "<h2>Training</h2>", _curves(runs), _runs(runs)]
     sections = [*first] if runs_last else [*first, *training]
     if spectra:
         sections += ["<h2>Spectra of the factors</h2>", _spectra(spectra)]
@@ -195,7 +200,7 @@ def _spectra(spectra: Sequence[SpectrumRecord]) -> str:
     head, *rows = spectra_cells(spectra)
     note = (
         "<p>Condition: largest over smallest eigenvalue before and after clipping; a dash "
-        "where the smallest is not positive. Entropy rank: exp(entropy) of the normalised "
+        "where the smallest is not positive. Entropy rank: exp(entropy) of the normalized "
         "eigenvalues.</p>"
     )
     shown = (
@@ -240,7 +245,8 @@ def _runs(runs: Mapping[str, RunRecords]) -> str:
 
 
 def _coverage(rows: Sequence[CoverageRow]) -> str:
-    covered = sum(row.share for row in rows if not row.reason)
+    # Rows of layers do not add up: a tied embedding and head are two, with one parameter.
+    covered = 1 - sum(row.share for row in rows if row.reason)
     lead = f"<p>Factors cover {covered:.1%} of the parameters.</p>"
     body = [
         [
@@ -251,8 +257,10 @@ def _coverage(rows: Sequence[CoverageRow]) -> str:
         ]
         for r in rows
     ]  # fmt: skip
-    head = ["layer", "kind", "in", "out", "stack", "parameters", "share", ""]
-    table = table_html(head, body, text=2, last=True)
+    head = ["layer", "kind", "in", "out", "stack", "parameters", "share", "shared or not covered"]
+    filled = filled_columns(head, body)
+    head, *body = ([row[i] for i in filled] for row in (head, *body))
+    table = table_html(head, body, text=2, last=filled[-1] == 7)
     if len(rows) <= 60:
         return lead + table
     return f"{lead}<details><summary>{len(rows)} layers</summary>{table}</details>"

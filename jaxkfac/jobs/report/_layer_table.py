@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from jaxkfac.jobs.report._page import terminal_table
+from jaxkfac.jobs.report._page import filled_columns, terminal_table
 
 # ---------------- names within a width
 
@@ -86,7 +86,12 @@ class TableOfLayers(NamedTuple):
         yield self.at(options.max_width)
 
     def at(self, width: int) -> Table:
-        """The table for a terminal of this many columns."""
+        """The table for a terminal of this many columns, without those that have no cell."""
+        filled = filled_columns(self.head, self.rows)
+        if len(filled) < len(self.head):
+            head, *rows = ([row[i] for i in filled] for row in (self.head, *self.rows))
+            words = [filled.index(i) for i in self.text_columns if i in filled]
+            return self._replace(head=head, rows=rows, text_columns=words).at(width)
         columns = [*zip(self.head, *self.rows, strict=True)]
         widths = [_longest(line for cell in x for line in cell.split("\n")) for x in columns]
         words = [_longest(word for cell in x for word in cell.split()) for x in columns]

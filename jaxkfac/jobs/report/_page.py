@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from jaxkfac._text import shortened
+from jaxkfac._text import number, shortened
 from jaxkfac.plot import FIGURE_STYLE, INK, MUTED, RULE, SIDES
 
 # ---------------- the frame of a page: style sheets by day and by night, and its script
@@ -114,8 +114,14 @@ def table_html(
 
     top = "".join(f"<th{kind(i)}>{escape(cell)}</th>" for i, cell in enumerate(head))
     layers = bool(head) and head[0].startswith("layer")
+
+    def opening(row: Sequence[str]) -> str:
+        if layers:
+            return f'<tr data-layer="{escape(row[0])}">'
+        return "<tr>" if any(row[1:]) else '<tr class="group">'
+
     body = "".join(
-        (f'<tr data-layer="{escape(row[0])}">' if layers else "<tr>")
+        opening(row)
         + "".join(f"<td{kind(i)}>{escape(c)}</td>" for i, c in enumerate(row))
         + "</tr>"
         for row in rows
@@ -142,19 +148,27 @@ def terminal_table(
     Args:
         title: Title above the table.
         head: Headings.
-        rows: Cells; short rows are padded.
+        rows: Cells; short rows are padded. A column without any is left out.
         text_columns: Indices of the text columns, which are folded in a narrow terminal.
         no_wrap: Whether to fold nothing.
         total: Whether the last row is a total.
     """
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for i, name in enumerate(head):
+    columns = filled_columns(head, rows)
+    for i in columns:
         justify = "left" if i in text_columns else "right"
         overflow = "fold" if i in text_columns else "ellipsis"
-        table.add_column(name, justify=justify, overflow=overflow, no_wrap=no_wrap)
+        table.add_column(head[i], justify=justify, overflow=overflow, no_wrap=no_wrap)
     for i, row in enumerate(rows, 1):
-        table.add_row(*row, style="bold" if total and i == len(rows) else None)
+        cells = [row[column] for column in columns if column < len(row)]
+        table.add_row(*cells, style="bold" if total and i == len(rows) else None)
     return table
+
+
+def filled_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Columns with a cell in some row; all of them in a table without rows."""
+    longest = [any(len(row) > i and row[i] for row in rows) for i in range(len(head))]
+    return [i for i, filled in enumerate(longest) if filled or not rows]
 
 
 # ---------------- versions of the software
@@ -181,8 +195,9 @@ def versions() -> dict[str, str]:
 
 
 _WIDTH, _HEIGHT = 320, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 8, 10, 34
-_NAME_HEIGHT, _NAME_WIDTH, _LETTER = 11, 150, 5.6  # of names below a panel
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 10, 34
+_NAME_HEIGHT, _NAME_WIDTH, _LETTER = 12, 160, 6.1  # of names below a panel
+LEAST_POINTS = 5  # of the longest line of a drawing; fewer are a table
 _MOST_POINTS = 200  # points of a line; a panel has hardly more pixels
 _LARGEST = 1e300  # beyond it the ends of an axis would not be finite
 _MANY = 24  # number of panels beyond which they scroll
@@ -202,6 +217,7 @@ class Line(NamedTuple):
         dots: Whether to draw dots instead of a joined line.
         faint: Whether to draw it in the background.
         names: Names of the values, for the pointer.
+        level: Whether it is a level drawn across the panel, rather than values.
     """
 
     label: str
@@ -211,6 +227,7 @@ class Line(NamedTuple):
     dots: bool = False
     faint: bool = False
     names: Sequence[str] = ()
+    level: bool = False
 
 
 class Axis(NamedTuple):
@@ -251,7 +268,7 @@ class _Scale(NamedTuple):
 def panel_html(
     title: str, lines: Sequence[Line], x: Axis, y: Axis, *, layer: str = "", note: str = ""
 ) -> str:
-    """A drawing with its title above it.
+    """A drawing with its title above it, or a table if no line has as many as five values.
 
     Args:
         title: Title of the drawing.
@@ -268,6 +285,12 @@ def panel_html(
     ]  # fmt: skip
     xs = [v for line in drawn for v, w in zip(line.x, line.y) if w is not None]
     ys = [w for line in drawn for w in line.y if w is not None]
+    layer_attribute = f' data-layer="{escape(layer)}"' if layer else ""
+    below = f'<p class="note">{escape(note)}</p>' if note else ""
+    opening = f'<figure class="panel"{layer_attribute}><figcaption>{escape(title)}</figcaption>'
+    counts = [sum(w is not None for w in line.y) for line in drawn if not line.level]
+    if 0 < max(counts, default=0) < LEAST_POINTS:
+        return f"{opening}{_few_values(drawn, x, y)}{below}</figure>"
     across = _scale(xs, x.log, _LEFT, _WIDTH - _RIGHT)
     up = _scale(ys, y.log, _HEIGHT - _BOTTOM, _TOP)
     if x.names:
@@ -282,13 +305,22 @@ def panel_html(
         f'<text transform="translate(9 {_TOP}) rotate(-90)" text-anchor="end">'
         f"{escape(y.label)}</text>"
     )
-    layer_attribute = f' data-layer="{escape(layer)}"' if layer else ""
-    below = f'<p class="note">{escape(note)}</p>' if note else ""
     return (
-        f'<figure class="panel"{layer_attribute}><figcaption>{escape(title)}</figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}" '
+        f'{opening}<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}" '
         f'data-x="{across.data}" data-y="{up.data}">{"".join(shapes)}</svg>{below}</figure>'
     )
+
+
+def _few_values(lines: Sequence[Line], x: Axis, y: Axis) -> str:
+    """The values of lines that are too short to be drawn, with a row for each."""
+    rows = [
+        [line.label, line.names[i] if len(line.names) else number(a), number(b)]
+        for line in lines
+        if not line.level
+        for i, (a, b) in enumerate(zip(line.x, line.y))
+        if b is not None
+    ]
+    return table_html(["line", x.label, y.label or "value"], rows, text=2 if x.names else 1)
 
 
 def panels_html(panels: Sequence[str], *, legend: Sequence[tuple[str, str]] = ()) -> str:
@@ -325,10 +357,7 @@ def _thinned(line: Line) -> Line:
 def _scale(values: Sequence[Real], log: bool, start: Real, end: Real) -> _Scale:
     low, high = (min(values), max(values)) if values else (1.0, 10.0)
     if log:
-        if high / low < 10:  # show at least two powers of ten
-            low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high) + 1e-9)
-        else:
-            low, high = low / 1.3, high * 1.3
+        low, high = low / 1.3, high * 1.3
     elif high - low <= 1e-12 * max(abs(high), abs(low), 1e-300):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     return _Scale(low, high, log, start, end)
@@ -338,8 +367,13 @@ def _ticks(scale: _Scale, most: int) -> list[float]:
     if scale.log:
         first = math.ceil(math.log10(scale.low) - 1e-9)
         last = math.floor(math.log10(scale.high) + 1e-9)
-        powers = range(first, last + 1)
-        return [10.0**k for k in powers[:: max(1, -(-len(powers) // most))]]
+        powers = [10.0**k for k in range(first, last + 1)]
+        if len(powers) > 2:
+            return powers[:: -(-len(powers) // most)]
+        finer = [k * 10.0**power for power in range(first - 1, last + 1) for k in (1, 2, 5)]
+        inside = [value for value in finer if scale.low <= value <= scale.high]
+        if len(inside) > 1:
+            return inside
     least_step = (scale.high - scale.low) / most
     power = 10.0 ** math.floor(math.log10(least_step))
     step = next((power * k for k in (1, 2, 5) if power * k >= least_step), 10 * power)

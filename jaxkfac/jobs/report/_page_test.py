@@ -12,7 +12,8 @@ import pytest
 from jaxkfac.jobs.report import EpochRecord, RunRecords, report_page
 from jaxkfac.jobs.report._factor_figures import _over_depth
 from jaxkfac.jobs.report._html import newcombe, train_answer, wilson
-from jaxkfac.jobs.report._page import Axis, Line, panel_html
+from jaxkfac.jobs.report._layer_table import TableOfLayers
+from jaxkfac.jobs.report._page import Axis, Line, panel_html, terminal_table
 from jaxkfac.jobs.report._spectra import CoverageRow, _of_side
 
 
@@ -179,11 +180,41 @@ def test_names_stand_below_a_panel_as_many_as_fit():
     assert len(places) == 20 and min(np.diff(places)) > 11
 
 
+def test_a_drawing_of_fewer_than_five_points_is_a_table():
+    level = Line("target", [1, 4], [3.0, 3.0], "muted", level=True)
+    short, long = (Line("K-FAC", range(n), [2.5 + i for i in range(n)]) for n in (4, 5))
+    drawn = [panel_html("t", [line, level], Axis("updates"), Axis("%")) for line in (short, long)]
+    assert "<svg" not in drawn[0] and drawn[0].count("<td>K-FAC</td>") == 4 and ">5.5<" in drawn[0]
+    assert "target" not in drawn[0] and "<svg" in drawn[1] and "<table" not in drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.01, 5.0, ["0.01", "0.1", "1"]),
+        (7.0, 44.0, ["10", "20", "50"]),
+        (1.4, 1.6, ["1.5", "2"]),
+    ],
+)
+def test_a_logarithmic_axis_has_several_ticks(low, high, ticks):
+    line = Line("K-FAC", range(5), [low, low, low, low, high])
+    panel = panel_html("t", [line], Axis("updates"), Axis("%", log=True))
+    shown = re.findall(r'dy=".32em" text-anchor="end">([\d.e-]+)<', panel)
+    assert shown[: len(ticks)] == ticks
+
+
+def test_a_column_without_a_cell_is_left_out():
+    rows = [["a", "", "1"], ["b", "", ""]]
+    table = TableOfLayers("t", ["layer", "note", "size"], rows, text_columns=(0, 1))
+    assert [c.header for c in terminal_table("t", table.head, rows).columns] == ["layer", "size"]
+    assert [c.header for c in table.at(80).columns] == ["layer", "size"]
+
+
 def test_both_factors_of_a_layer_stand_above_its_name():
-    values = np.array([2.0, 1.0])
-    records = [r for name in ("one/w", "two/w") for side in ("A", "G")
+    values, names = np.array([2.0, 1.0]), [f"{i}/w" for i in ("one", "two", "3", "4", "5")]
+    records = [r for name in names for side in ("A", "G")
                for r in _of_side(name, side, name, values, values)]  # fmt: skip
     ranks, *_ = _over_depth(records)
     assert ">one/w<" in ranks and ">two/w<" in ranks
     first, second = (re.findall(r"[ML](\S+) ", path) for path in re.findall(r' d="(.*?)"', ranks))
-    assert first == second and len(first) == 2
+    assert first == second and len(first) == 5

@@ -304,7 +304,7 @@ def _target_line(runs: Mapping[str, RunRecords], axis: str) -> Line:
     x = [getattr(e, axis) for run in runs.values() for e in run.epochs]
     ends = [min(x), max(x)] if x else []
     target = 100 * TARGET_ERROR
-    return Line(f"target, {target:g} %", ends, [target] * len(ends), "muted")
+    return Line(f"target, {target:g} %", ends, [target] * len(ends), "muted", level=True)
 
 
 def _driven(runs: Mapping[str, Any], title: str, field: str, log: bool) -> str:

@@ -23,11 +23,12 @@ from jaxkfac.jobs.report import (
     runs_table,
     seeds_page,
     seeds_record,
+    seeds_table,
     spectra_table,
     versions,
 )
 from jaxkfac.jobs.report._factor_figures import WORDS
-from jaxkfac.jobs.report._spectra import _of_side
+from jaxkfac.jobs.report._spectra import CoverageRow, _of_side
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,18 @@ def test_shares_of_covered_and_uncovered_parameters_add_up_to_one(coverage):
     assert sum(row.share for row in coverage) == pytest.approx(1.0)
     (free,) = (row for row in coverage if row.kind == "uncovered")
     assert free.name == "free" and free.reason and free.inputs is None
+
+
+def test_a_parameter_of_two_layers_is_covered_once():
+    table = [
+        CoverageRow("embed@embedding", "embedding", 9, 4, (), None, 36, 0.75),
+        CoverageRow("embed", "dense", 4, 9, (), None, 36, 0.75),
+        CoverageRow("free", "uncovered", None, None, (), None, 12, 0.25, "no layer reads it"),
+    ]
+    page = report_page(
+        title="t", lead="l", runs={}, spectra=[], coverage=table, config={}, versions={}
+    )
+    assert "Factors cover 75.0% of the parameters." in page
 
 
 @pytest.mark.exhaustive
@@ -236,6 +249,10 @@ def test_several_seeds_are_means_and_intervals():
         page.count('<td class="n">1 of 2 seeds</td>') == 2 and 'href="seed-1/report.html"' in page
     )
     assert page.index("K-FAC reaches") < page.index("<table>")
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(seeds_table(runs))
+    assert "3 [0, 231]" in capture.get() and "…" not in capture.get()
     final = seeds_record(runs)["final"]["kfac"]
     assert final["seconds"]["mean"] == 0.75 and final["test_accuracy"]["low"] == 0.9
 

@@ -28,7 +28,9 @@ def seeds_table(runs: Runs) -> Table:
     Args:
         runs: The runs of each optimizer, one for each seed.
     """
-    return terminal_table(_title(runs), _HEAD, _rows(runs), no_wrap=True)
+    # A column for each optimizer: six columns of intervals are wider than a terminal.
+    (_, *names), *rows = zip(_HEAD, *_rows(runs), strict=True)
+    return terminal_table(_title(runs), ["mean [95 % interval]", *names], rows, no_wrap=True)
 
 
 def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
