@@ -61,7 +61,7 @@ def test_the_site_makes_the_pages_of_records_where_pytorch_is_not(tmp_path):
 def test_the_written_pages_are_short_enough_to_read():
     """Words with a letter or a digit, code included, of the README and the pages."""
     written = (page for page in PAGES if page.stem not in MADE and "records" not in page.parts)
-    words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in written}
+    words = {page: len(re.findall(r"\S*\w\S*", page.read_text())) for page in written}
     assert sum(words.values()) <= 36_000, sorted(words.items(), key=lambda item: -item[1])[:8]
 
 
