@@ -224,8 +224,8 @@ class ActiveBases:
     """The spectra in use.
 
     Attributes:
-        options: Of the service: how bases are read, where and in which dtype eigenvectors are
-            kept, how many of them, and how often in a row one may be kept for want of another.
+        options: The service's options: how bases are read, where and in which dtype eigenvectors
+            are kept, how many of them, and how often in a row an old one may stay.
         store: Where eigenvectors are allocated that stay on the host rounded or truncated.
         tables: ``{place: spectrum, or the mean of a diagonal}``.
         rank_errors: ``{block name: relative error}`` caused by ``rank``.
