@@ -146,27 +146,31 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
+def panel(axis: Any, record: dict[str, Any]) -> None:
     """Energies over steps: running means of 40 steps, the mean over seeds and their range."""
+    exact, width = example().SYSTEMS[SYSTEM].exact, 40
+    for method, (title, color) in METHODS.items():
+        runs = [x["energies"] for key, x in record["parts"].items() if key[:-2] == method]
+        means = [np.convolve(x, np.full(width, 1 / width), "valid") for x in runs]
+        above = 1e3 * (np.asarray(means) - exact)
+        steps, above = np.arange(width, width + above.shape[1])[::4], above[:, ::4]
+        axis.plot(steps, above.mean(0), color=color, label=title)
+        axis.fill_between(steps, above.min(0), above.max(0), color=color, alpha=0.12, lw=0)
+    axis.axhline(0, color="black", lw=1, ls="--")
+    axis.set(xlabel="step", ylabel="millihartree above the exact energy", ylim=(-15, 90))
+    axis.legend()
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """The panel as a figure."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     from jaxkfac.plot import FIGURE_STYLE  # not where kfac-jax runs
 
-    exact, width = example().SYSTEMS[SYSTEM].exact, 40
     with mpl.rc_context(FIGURE_STYLE):
         figure = Figure(figsize=(4.8, 3.6), layout="constrained")
-        axis = figure.subplots()
-        for method, (title, color) in METHODS.items():
-            runs = [x["energies"] for key, x in record["parts"].items() if key[:-2] == method]
-            means = [np.convolve(x, np.full(width, 1 / width), "valid") for x in runs]
-            above = 1e3 * (np.asarray(means) - exact)
-            steps, above = np.arange(width, width + above.shape[1])[::4], above[:, ::4]
-            axis.plot(steps, above.mean(0), color=color, label=title)
-            axis.fill_between(steps, above.min(0), above.max(0), color=color, alpha=0.12, lw=0)
-        axis.axhline(0, color="black", lw=1, ls="--")
-        axis.set(xlabel="step", ylabel="millihartree above the exact energy", ylim=(-15, 90))
-        axis.legend()
+        panel(figure.subplots(), record)
         # Without a date, the same numbers give the same bytes.
         figure.savefig(path, format="svg", metadata={"Date": None})
 

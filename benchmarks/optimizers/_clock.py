@@ -87,30 +87,34 @@ def equal_time(problem: Problem, data: Any, name: str) -> dict[str, Any]:
     return {"setting": setting, "cpu_s": problem.budget, "values": ends}
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
+def panel(axis: Any, record: dict[str, Any]) -> None:
     """For each problem our value over each peer's, on a logarithmic axis; the least over AdamW's
     first.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     from benchmarks._numbers import clock_ratios
 
     titles = {"adamw": ("AdamW", "o"), "soap": ("SOAP", "s"), "muon": ("Muon", "^")}
     ratios = clock_ratios(record)
     names = [name for name, _, _ in sorted(ratios["adamw"], key=lambda row: -row[2])]
+    for peer, found in ratios.items():
+        title, marker = titles[peer]
+        rows = [names.index(name) for name, _, _ in found]
+        values = [ratio for _, _, ratio in found]
+        axis.plot(values, rows, marker, label=f"{title}, tuned", alpha=0.8)
+    axis.axvline(1, color="black", lw=1, ls="--")
+    axis.set_yticks(range(len(names)), names)
+    axis.set(xscale="log", xlabel="our value over the peer's\n(left of 1, ours is better)")
+    axis.legend()
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """The panel as a figure."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(FIGURE_STYLE):
         figure = Figure(figsize=(4.8, 3.6), layout="constrained")
-        axis = figure.subplots()
-        for peer, found in ratios.items():
-            title, marker = titles[peer]
-            rows = [names.index(name) for name, _, _ in found]
-            values = [ratio for _, _, ratio in found]
-            axis.plot(values, rows, marker, label=f"{title}, tuned", alpha=0.8)
-        axis.axvline(1, color="black", lw=1, ls="--")
-        axis.set_yticks(range(len(names)), names)
-        axis.set(xscale="log", xlabel="our value over the peer's; left of 1, ours is better")
-        axis.legend()
+        panel(figure.subplots(), record)
         # Without a date, the same numbers give the same bytes.
         figure.savefig(path, format="svg", metadata={"Date": None})
 
