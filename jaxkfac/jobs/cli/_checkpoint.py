@@ -139,6 +139,9 @@ def say_nothing_saved(folder: Path) -> None:
     print(f"stopped inside an update: the last checkpoint counts; {last}", file=sys.stderr)
 
 
+RESUME_OR_OVERWRITE = "--resume continues and --overwrite starts over: give one of them"
+
+
 def check_output(
     output: Path,
     folders: Sequence[Path],
@@ -160,7 +163,7 @@ def check_output(
     """
     check_folder(output)
     if resume and overwrite:
-        raise ValueError("--resume continues and --overwrite starts over: give one of them")
+        raise ValueError(RESUME_OR_OVERWRITE)
     for folder in folders:
         checkpoint = find_checkpoint(folder)
         if checkpoint is not None and not (resume or overwrite):
@@ -256,6 +259,12 @@ def checkpoint_writer() -> Iterator[CheckpointWriter]:
 _SHOWN = 12
 OPTIMIZERS = frozenset({"kfac", "adamw", "adafactor"})
 DATA_CRC = "data_crc32"  # an entry of a config in addition to the options: the checksum of the data
+_CRCS = {
+    DATA_CRC: "the data have",
+    "train_crc32": "the training texts have",
+    "query_crc32": "the queries have",
+    "params_crc32": "the model's parameters have",
+}
 
 
 def flatten_state(
@@ -371,8 +380,8 @@ def option_differences(
         was, want = stored.get(name), requested.get(name)
         if isinstance(was, dict) and isinstance(want, dict):
             yield from option_differences(was, want, ignored, f"{prefix}{name}.")
-        elif was != want and name == DATA_CRC:
-            yield f"the data have changed: CRC-32 {was} in the checkpoint, {want} now"
+        elif was != want and name in _CRCS:
+            yield f"{_CRCS[name]} changed: CRC-32 {was} in the checkpoint, {want} now"
         elif was != want:
             yield f"option {prefix}{name}: {was} in the checkpoint, {want} requested"
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.files import probe_folder, whole_file, write_text
-from jaxkfac.jobs.cli._checkpoint import as_config, say_nothing_to_resume
+from jaxkfac.jobs.cli._checkpoint import RESUME_OR_OVERWRITE, as_config, say_nothing_to_resume
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._options import AnalyzeArguments
 from jaxkfac.jobs.cli._paths import check_folder
@@ -88,7 +88,7 @@ def _check(arguments: AnalyzeArguments) -> None:
     if arguments.checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, not {arguments.checkpoint_every}")
     if arguments.resume and arguments.overwrite:
-        raise ValueError("--resume continues and --overwrite starts over: give one of them")
+        raise ValueError(RESUME_OR_OVERWRITE)
     output = arguments.output
     check_folder(output)
     if arguments.plan:

@@ -88,10 +88,16 @@ class Texts(NamedTuple):
 
 
 def analyzed(name: str, options: ModelAnalysis, base: Path | None = None) -> Analyzed:
-    """The model at ``name``, or the adapter there on its ``base``, with the options to load it."""
+    """The model at ``name``, or the adapter there on its ``base``, with the options to load it.
+
+    Raises:
+        ValueError: an option is for the other kind of model.
+    """
     source = model_source(Path(name), base) or ModelSource(name)
     family = family_of(Finetuning(model=source.model))
     pairs = isinstance(family, EncoderDecoderFamily)
+    if not pairs and options.max_target_length != ModelAnalysis.max_target_length:
+        raise ValueError(f"--max-target-length is for pairs, and {source.model} is a decoder")
     experiment = Finetuning(
         model=source.model,
         data=options.data or "wordnet",

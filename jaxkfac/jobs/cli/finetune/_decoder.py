@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.jobs.cli.finetune._exam import DecoderExaminer
@@ -66,6 +65,28 @@ class DecoderFamily(Family):
     target = kernels = r".*_proj/kernel"
     task_type = "CAUSAL_LM"
     num_lengths = 8
+    unread = ("max_target_length", "generate", "num_beams", "rouge")
+
+    def check(self, experiment: Finetuning) -> None:
+        if experiment.train == "all":
+            raise ValueError(_ADAPTERS_ONLY)
+        if experiment.data == "wordnet":
+            raise ValueError(
+                "--data wordnet are pairs for an encoder-decoder, and the model is a decoder"
+            )
+        for name in ("prefix", "source_key", "target_key"):
+            if getattr(experiment, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is for pairs, and {experiment.model} is a decoder")
+        if experiment.dropout:
+            raise ValueError(
+                f"--dropout is for encoder-decoders, and {experiment.model} is a decoder, which "
+                f"was trained without dropout; --adapter.dropout drops inputs of the adapter"
+            )
+        if experiment.batching == "pack" and experiment.num_lengths is not None:
+            raise ValueError("--num-lengths is for --batching pad: packed rows have one length")
+        if experiment.questions is None or experiment.questions.isdigit():
+            _embedded_questions(experiment)
 
     def load(self, experiment: Finetuning) -> Any:
         options = self._options(experiment)
@@ -74,7 +95,6 @@ class DecoderFamily(Family):
                 f"{experiment.model} is known by its sizes, for --plan: to train it, give --model "
                 "the folder of a checkpoint"
             )
-        _check_attention(experiment, options["dtype"])
         if experiment.model == "smollm2":
             _check_no_rule(experiment)
             return _smollm2(options)
@@ -100,21 +120,7 @@ class DecoderFamily(Family):
         raise ValueError(_ADAPTERS_ONLY)
 
     def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
-        if experiment.train == "all":
-            raise ValueError(_ADAPTERS_ONLY)
-        if experiment.data == "wordnet":
-            raise ValueError(
-                "--data wordnet are pairs for an encoder-decoder, and the model is a decoder"
-            )
-        for name in ("prefix", "source_key", "target_key"):
-            if getattr(experiment, name):
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} is for pairs, and {experiment.model} is a decoder")
-        if experiment.dropout:
-            raise ValueError(
-                f"--dropout is for encoder-decoders, and {experiment.model} is a decoder, which "
-                f"was trained without dropout; --adapter.dropout drops inputs of the adapter"
-            )
+        self.check(experiment)
         embedded = experiment.data == "elements"
         system = experiment.system
         if system is None:
@@ -126,11 +132,8 @@ class DecoderFamily(Family):
             train.peek()
         validation_rows = held_rows(validation)
         chosen = experiment.questions
-        if chosen is None:
-            chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
-        if chosen.isdigit():
-            count = int(chosen)
-            questions = element_questions(count, seed=experiment.seed) if count else []
+        if chosen is None or chosen.isdigit():
+            questions = _embedded_questions(experiment)
         else:
             questions = read_questions(Path(chosen))
         return Text(train, validation_rows.good, questions, system, validation_rows.bad)
@@ -187,6 +190,7 @@ class DecoderFamily(Family):
         return DecoderExaminer(problem, arguments)
 
     def _options(self, experiment: Finetuning) -> dict[str, Any]:
+        _check_attention(experiment)
         return {
             "dtype": dtype_of(experiment),
             "remat": experiment.remat,
@@ -230,17 +234,30 @@ def _longest(experiment: Finetuning, pretrained: Any) -> int:
     return experiment.max_length
 
 
-def _check_attention(experiment: Finetuning, dtype: DTypeLike) -> None:
+def _embedded_questions(experiment: Finetuning) -> list[Any]:
+    """The embedded questions that the options ask for.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    count = _EMBEDDED_QUESTIONS if experiment.data == "elements" else 0
+    if experiment.questions is not None:
+        count = int(experiment.questions)
+    return element_questions(count, seed=experiment.seed) if count else []
+
+
+def _check_attention(experiment: Finetuning) -> None:
     if experiment.attention != "cudnn":
         return
+    dtype = jnp.dtype(dtype_of(experiment))
     if jax.default_backend() != "gpu":
         raise ValueError(
             "--attention cudnn needs an NVIDIA GPU, and JAX's default backend is "
             f"{jax.default_backend()}: take --attention xla"
         )
-    if jnp.dtype(dtype).itemsize != 2:
+    if dtype.itemsize != 2:
         raise ValueError(
-            f"--attention cudnn computes in half precision, and --dtype is {jnp.dtype(dtype)}: "
+            f"--attention cudnn computes in half precision, and --dtype is {dtype}: "
             "take --dtype bfloat16, or --attention xla"
         )
 

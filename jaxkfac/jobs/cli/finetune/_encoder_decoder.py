@@ -65,6 +65,14 @@ class EncoderDecoderFamily(Family):
     task_type = "SEQ_2_SEQ_LM"
     num_lengths = 4
 
+    def check(self, experiment: Finetuning) -> None:
+        _check(experiment)
+        if experiment.data == "elements":
+            raise ValueError(
+                f"--data elements are conversations, and {experiment.model} is an encoder-decoder: "
+                "give --data wordnet, or a file or folder of pairs"
+            )
+
     def load(self, experiment: Finetuning) -> Any:
         if experiment.model == "flan-t5-xl":
             raise ValueError(
@@ -87,12 +95,7 @@ class EncoderDecoderFamily(Family):
         save_encoder_decoder(folder, pretrained)
 
     def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
-        _check(experiment)
-        if experiment.data == "elements":
-            raise ValueError(
-                f"--data elements are conversations, and {experiment.model} is an encoder-decoder: "
-                "give --data wordnet, or a file or folder of pairs"
-            )
+        self.check(experiment)
         prefix = experiment.prefix
         if experiment.data == "wordnet":
             learnt, held_out = (
@@ -215,11 +218,14 @@ def _check(experiment: Finetuning) -> None:
         "--loss-on all learns prompts": experiment.loss_on != "assistant",
         "--gguf-pre is for a .gguf file": experiment.gguf_pre is not None,
         "--system is the first turn of a conversation": experiment.system is not None,
+        "--style is for multiple-choice questions": experiment.style != "chat",
         "--adapter.split takes fused projections apart": experiment.adapter.split,
     }
     for complaint, is_set in wrong.items():
         if is_set:
             raise ValueError(f"{complaint}, and {experiment.model} is an encoder-decoder")
+    if experiment.train == "all" and experiment.adapter.start is not None:
+        raise ValueError("--adapter.start is for --train adapter: with --train all leave it out")
     if experiment.train == "all" and experiment.quantize is not None:
         raise ValueError("--quantize is for a frozen base: with --train all leave it out")
     if experiment.model == "t5-bytes" and experiment.quantize is not None:

@@ -8,7 +8,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxkfac.jobs.cli._options import AdamwOptions, Fisher, KfacOptions, Optimizer
+from jaxkfac.jobs.cli._options import (
+    AdamwOptions,
+    Fisher,
+    KfacOptions,
+    Optimizer,
+    check_optimizers,
+)
 from jaxkfac.jobs.cli._paths import check_file, check_folder, check_model, check_records
 
 LogTo = Literal["tensorboard", "wandb", "trackio"]
@@ -209,6 +215,7 @@ class Finetuning:
             raise ValueError(f"warmup must lie in [0, 1), not {self.warmup}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, not {self.clip_norm}")
+        check_optimizers(self, ("adamw", "kfac", "adafactor"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,14 +306,14 @@ class FinetuneArguments:
         """Refuse paths at which nothing can be read or written."""
         experiment = self.experiment
         check_model(experiment.model)
+        if experiment.adapter.start is not None:
+            check_file("--adapter.start", Path(experiment.adapter.start) / "adapter_config.json")
         if self.plan:  # reads nothing else, and writes nothing
             return
         check_folder(self.output)
         check_records(experiment.data)
         if experiment.questions is not None and not experiment.questions.isdigit():
             check_file("--questions", Path(experiment.questions))
-        if experiment.adapter.start is not None:
-            check_file("--adapter.start", Path(experiment.adapter.start) / "adapter_config.json")
 
 
 # ---------------- presets

@@ -30,6 +30,7 @@ from jaxkfac.jobs.cli.influence._score import (
 from jaxkfac.jobs.cli.influence._stages import STAGES, Stages
 from jaxkfac.jobs.cli.influence._texts import PairReader, RecordReader, ScoredTexts
 from jaxkfac.jobs.report import QueryRecord, ScoredText, influence_page, influence_table, versions
+from jaxkfac.memory import parse_bytes
 
 
 def run_influence(arguments: InfluenceArguments) -> None:
@@ -109,8 +110,15 @@ def _scoring(arguments: InfluenceArguments) -> Scoring:
         raise ValueError(
             f"{arguments.model} has no weights that were trained: give the folder of a checkpoint"
         )
-    family, pretrained = family_of(like), load_model(like)
+    family = family_of(like)
     kind = PairReader if isinstance(family, EncoderDecoderFamily) else RecordReader
+    for name in kind.unread:
+        if getattr(arguments, name) != getattr(InfluenceArguments, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is for pairs, and {arguments.model} is a decoder")
+    if arguments.memory is not None:
+        parse_bytes(arguments.memory, name="--memory")
+    pretrained = load_model(like)
     reader = kind(arguments, pretrained)
     train, queries = reader.read(arguments.train, "text"), reader.read(arguments.queries, "query")
     return Scoring(arguments, family, pretrained, reader, train, queries, _crc(pretrained.params))
