@@ -269,6 +269,12 @@ class ModelAnalysis:
     """Longest text, or source of a pair, in tokens; longer ones are cut at the end."""
     max_target_length: int = 128
     """Longest target of a pair, in tokens; longer ones are cut at the end."""
+    source_key: str | None = None
+    """For pairs: key of the source; by default as in `jaxkfac finetune`."""
+    target_key: str | None = None
+    """For pairs: key of the target."""
+    prefix: str = ""
+    """For pairs: prefix of every source, such as "summarize: "."""
     batch_size: int = 8
     """Texts per backward pass."""
     fisher: Fisher = "empirical"

@@ -15,7 +15,14 @@ from jaxkfac.jobs.cli._options import (
     Optimizer,
     check_optimizers,
 )
-from jaxkfac.jobs.cli._paths import check_file, check_folder, check_model, check_records
+from jaxkfac.jobs.cli._paths import (
+    PLANNED_NAMES,
+    check_file,
+    check_folder,
+    check_model,
+    check_records,
+    check_weights,
+)
 
 LogTo = Literal["tensorboard", "wandb", "trackio"]
 Trained = Literal["adapter", "all"]
@@ -306,6 +313,8 @@ class FinetuneArguments:
         """Refuse paths at which nothing can be read or written."""
         experiment = self.experiment
         check_model(experiment.model)
+        if experiment.model in PLANNED_NAMES and not self.plan:
+            check_weights(experiment.model)
         if experiment.adapter.start is not None:
             check_file("--adapter.start", Path(experiment.adapter.start) / "adapter_config.json")
         if self.plan:  # reads nothing else, and writes nothing
