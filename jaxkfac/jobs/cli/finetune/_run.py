@@ -135,7 +135,8 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     if arguments.plan:
         _check(arguments)
         _check_pattern(arguments)
-        return print_plan(arguments)
+        with said_if_slow("finetune: planning"):
+            return print_plan(arguments)
     with run_processes(arguments) as processes:
         _run(arguments, processes)
 

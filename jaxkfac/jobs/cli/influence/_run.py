@@ -13,7 +13,7 @@ from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import checksum_of, whole_file, write_text
 from jaxkfac.jobs.cli._checkpoint import check_output, say_nothing_to_resume
 from jaxkfac.jobs.cli._interrupts import nothing_begun
-from jaxkfac.jobs.cli._progress import host_memory, phase
+from jaxkfac.jobs.cli._progress import host_memory, phase, said_if_slow
 from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.jobs.cli.finetune._load import family_of, load_model
 from jaxkfac.jobs.cli.finetune._options import Finetuning
@@ -37,7 +37,13 @@ def run_influence(arguments: InfluenceArguments) -> None:
     """Score, write the results, and print the tables."""
     stages = _stages(arguments)
     with jk.memory.track("run") as measured:
-        with jk.memory.track("load the model"), phase("loading the model"), nothing_begun():
+        doing = "loading the model"
+        with (
+            jk.memory.track("load the model"),
+            phase(doing),
+            said_if_slow(f"influence: {doing}"),
+            nothing_begun(),
+        ):
             scoring = _scoring(arguments)
         _say(scoring.train, scoring.queries)
         with jk.memory.track("factors and bases"):
@@ -50,7 +56,12 @@ def run_influence(arguments: InfluenceArguments) -> None:
         with jk.memory.track("scores"):
             scores = scored(scoring, preconditioned, stages, store)
             _save(arguments.output / "scores.npy", scores)
-        with jk.memory.track("tokens of the texts that are shown"), phase("scoring tokens"):
+        doing = "scoring the tokens of the texts that are shown"
+        with (
+            jk.memory.track("tokens of the texts that are shown"),
+            phase("scoring tokens"),
+            said_if_slow(f"influence: {doing}"),
+        ):
             queries = _records(scoring, preconditioned, scores)
     with phase("writing the report"):
         _write(arguments, scoring, queries, measured)
