@@ -21,7 +21,8 @@ VIT = "--model.width 8 --model.hidden 8 --model.depth 1 --model.num-heads 2 --mo
 BRIEF = "--batch-size 2 --max-length 64 --samples 1 --sample-tokens 2 --output {out}"
 RUNS = {
     "train": f"train {VIT} --steps 1 --batch-size 200 --output {{out}}",
-    "finetune": f"finetune --model {{llama}} --data {{lengths}} --num-lengths 2 --steps 4 --log-every 1 {BRIEF}",
+    "finetune": "finetune --model {llama} --data {lengths} --num-lengths 2 --steps 4 "
+    f"--log-every 1 {BRIEF}",
     "finetune pairs": "finetune --model {t5} --data {pairs} --source-key en --target-key de "
     f"--train all --generate 1 --steps 1 {BRIEF}",
     "influence": "influence {llama} --train {texts} --queries {texts} --max-length 16 --ekfac "

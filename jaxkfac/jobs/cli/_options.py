@@ -409,7 +409,7 @@ class AnalyzeArguments:
         if self.num_examples is not None and not 1 <= self.num_examples < math.inf:
             raise ValueError(f"num_examples must be at least 1, not {self.num_examples}")
         if not 0 <= self.damping < math.inf:
-            raise ValueError(f"damping must not be negative, not {self.damping}")
+            raise ValueError(f"damping must be zero or positive, not {self.damping}")
         if self.max_condition is not None and not self.max_condition >= 1:
             raise ValueError(f"max_condition must be at least 1, not {self.max_condition}")
         if self.batches is not None and self.batches < 2:

@@ -150,6 +150,10 @@ def run_plan(arguments: PlanArguments) -> None:
         raise ValueError(
             f"--collect {arguments.collect}: only --optimizer kfac averages factors in turns"
         )
+    if arguments.damping_mode != "exact" and arguments.optimizer != "kfac":
+        raise ValueError(
+            f"--damping-mode {arguments.damping_mode}: only --optimizer kfac has a damping"
+        )
     training = preset(
         arguments.preset,
         examples=arguments.batch,
@@ -229,7 +233,9 @@ def _experiment(arguments: PlanArguments) -> Any:
 
     kfac = dataclasses.replace(Finetuning().kfac, max_dense=arguments.max_dense)
     optimizer: Any = arguments.optimizer if arguments.optimizer in _OF_RUNS else "adamw"
-    of_pairs = {"max_target_length": arguments.tokens} if arguments.preset in _OF_PAIRS else {}
+    of_pairs: dict[str, Any] = (
+        {"max_target_length": arguments.tokens} if arguments.preset in _OF_PAIRS else {}
+    )
     return Finetuning(
         model="flan-t5-xl" if arguments.preset == "t5-xl" else arguments.preset,
         train=arguments.train,

@@ -63,7 +63,7 @@ def test_a_plan_refuses_what_the_run_refuses(words, message, small, tmp_path, ca
     [
         (f"finetune {DECODER} --device-bytes 1GB", "--device-bytes goes with --plan"),
         (f"finetune {DECODER} --compiler cpu", "--compiler goes with --plan"),
-        ("analyze {llama} --damping -1", "damping must not be negative"),
+        ("analyze {llama} --damping -1", "damping must be zero or positive"),
         ("analyze {llama} --num-examples 0", "num_examples must be at least 1"),
         ("analyze {llama} --max-condition 0.5", "max_condition must be at least 1"),
         ("analyze {llama} --base {other}", "--base is for an adapter, and"),

@@ -81,10 +81,9 @@ def small(tmp_path_factory):
     config = jk.lslora.Config(rank=2, target=".*o_proj/kernel")
     tokens = jnp.zeros((1, 4), jnp.int32)
     adapters = jk.lslora.init(llama.apply_fn, config, llama.params, tokens, key=jax.random.key(0))
-    for options in ({}, {"name": "other"}):
-        jk.lslora.save(
-            root / "adapter", adapters, config, base_model=str(root / "llama"), **options
-        )
+    base = str(root / "llama")
+    for name in ("default", "other"):
+        jk.lslora.save(root / "adapter", adapters, config, name=name, base_model=base)
     rows = {
         "chats": [{"prompt": f"what is {i}", "completion": f"it is {i}"} for i in range(8)],
         "pairs": [{"en": f"number {i}", "de": f"Zahl {i}"} for i in range(8)],
