@@ -31,6 +31,11 @@ MODEL_NAMES = ("smollm2", "t5-bytes", *PLANNED_NAMES)
 DATA_NAMES = ("elements", "wordnet")
 
 
+def is_named(model: str) -> bool:
+    """Whether a model is one of the known names, and not a folder of that name."""
+    return model in MODEL_NAMES and not (Path(model) / "config.json").is_file()
+
+
 def absent(path: Path) -> str:
     """What is at a path instead of the expected file or folder, as the end of a sentence."""
     if path.is_dir():
@@ -64,7 +69,7 @@ def check_weights(model: str) -> None:
         FileNotFoundError: says what is there.
     """
     check_model(model)
-    if model in PLANNED_NAMES and not Path(model).exists():
+    if model in PLANNED_NAMES and is_named(model):
         raise FileNotFoundError(
             f"{model} is known by its sizes, for `jaxkfac plan` and `jaxkfac finetune --plan`: "
             "give the folder of a checkpoint"

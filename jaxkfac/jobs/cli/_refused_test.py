@@ -93,6 +93,30 @@ def test_devices_of_another_machine_are_planned_and_the_plan_says_for_what(small
     assert "of 8 devices each needs at most that" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.slow
+@pytest.mark.standard_promotion  # optax.adamw needs it
+@pytest.mark.parametrize(
+    ("model", "like", "data"),
+    [
+        ("flan-t5-xl", "t5", "pairs"),
+        ("smollm2", "llama", "chats"),
+    ],
+)
+def test_a_folder_is_read_though_a_model_has_its_name(
+    model, like, data, small, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / model).symlink_to(small[like])
+    monkeypatch.chdir(tmp_path)
+    keys = (
+        ["--source-key", "en", "--target-key", "de", "--generate", "0"] if data == "pairs" else []
+    )
+    words = ["finetune", "--model", model, "--data", small[data], *keys, "--max-length", "32"]
+    assert main([*words, "--plan", "--device-bytes", "1GB"]) == 0
+    assert "GiB" not in capsys.readouterr().out.split("It fits")[0]
+    few = ["--steps", "1", "--batch-size", "2", "--samples", "0", "--curvature", "None"]
+    assert main([*words, *few]) == 0
+
+
 # ---------------- folders of the wrong kind
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.jobs.cli._paths import is_named
 from jaxkfac.jobs.cli.finetune._exam import DecoderExaminer
 from jaxkfac.jobs.cli.finetune._family import (
     EncodedText,
@@ -90,12 +91,13 @@ class DecoderFamily(Family):
 
     def load(self, experiment: Finetuning) -> Any:
         options = self._options(experiment)
-        if experiment.model in DECODERS:
+        named = is_named(experiment.model)
+        if named and experiment.model in DECODERS:
             raise ValueError(
                 f"{experiment.model} is known by its sizes, for --plan: to train it, give --model "
                 "the folder of a checkpoint"
             )
-        if experiment.model == "smollm2":
+        if named and experiment.model == "smollm2":
             _check_no_rule(experiment)
             return _smollm2(options)
         return load_decoder(experiment.model, **options, **_rule(experiment))
@@ -104,11 +106,12 @@ class DecoderFamily(Family):
         if experiment.train == "all":
             raise ValueError(_ADAPTERS_ONLY)
         path: str | Path = experiment.model
-        if (config := DECODERS.get(experiment.model)) is not None:
+        named = is_named(experiment.model)
+        if named and experiment.model in DECODERS:
             _check_no_rule(experiment)
-            shapes = shaped_decoder(config, **self._options(experiment))
+            shapes = shaped_decoder(DECODERS[experiment.model], **self._options(experiment))
         else:
-            if path == "smollm2":
+            if named and path == "smollm2":
                 _check_no_rule(experiment)
                 (weights,) = KNOWN
                 path = cached_file(weights)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.flax import from_nnx
+from jaxkfac.jobs.cli._paths import is_named
 from jaxkfac.jobs.cli.finetune._exam import PairExaminer
 from jaxkfac.jobs.cli.finetune._family import (
     EncodedText,
@@ -74,20 +75,21 @@ class EncoderDecoderFamily(Family):
             )
 
     def load(self, experiment: Finetuning) -> Any:
-        if experiment.model == "flan-t5-xl":
+        named = experiment.model if is_named(experiment.model) else None
+        if named == "flan-t5-xl":
             raise ValueError(
                 "flan-t5-xl is known by its sizes, for --plan: to train it, give --model the "
                 "folder of the checkpoint google/flan-t5-xl"
             )
-        if experiment.model == "t5-bytes":
+        if named == "t5-bytes":
             return _untrained(experiment)
         return load_encoder_decoder(experiment.model, **self._options(experiment))
 
     def shapes(self, experiment: Finetuning) -> Any:
         options = self._options(experiment)
-        if (config := ENCODER_DECODERS.get(experiment.model)) is None:
+        if not is_named(experiment.model):
             return encoder_decoder_shapes(experiment.model, **options)
-        shaped = shaped_encoder_decoder(config, **options)
+        shaped = shaped_encoder_decoder(ENCODER_DECODERS[experiment.model], **options)
         is_bytes = experiment.model == "t5-bytes"
         return shaped._replace(tokenizer=byte_tokenizer() if is_bytes else None)
 
@@ -228,5 +230,6 @@ def _check(experiment: Finetuning) -> None:
         raise ValueError("--adapter.start is for --train adapter: with --train all leave it out")
     if experiment.train == "all" and experiment.quantize is not None:
         raise ValueError("--quantize is for a frozen base: with --train all leave it out")
-    if experiment.model == "t5-bytes" and experiment.quantize is not None:
+    is_untrained = experiment.model == "t5-bytes" and is_named(experiment.model)
+    if is_untrained and experiment.quantize is not None:
         raise ValueError("--quantize is for a pretrained base, and t5-bytes is not: leave it out")

@@ -13,6 +13,7 @@ from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import checksum_of, whole_file, write_text
 from jaxkfac.jobs.cli._checkpoint import check_output, say_nothing_to_resume
 from jaxkfac.jobs.cli._interrupts import nothing_begun
+from jaxkfac.jobs.cli._paths import is_named
 from jaxkfac.jobs.cli._progress import host_memory, phase, said_if_slow
 from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.jobs.cli.finetune._load import family_of, load_model
@@ -117,7 +118,7 @@ def _scoring(arguments: InfluenceArguments) -> Scoring:
         gguf_pre=arguments.gguf_pre,
         dropout=0.0,  # the key is for sampled labels alone
     )
-    if arguments.model in ("t5-bytes", "flan-t5-xl"):
+    if arguments.model in ("t5-bytes", "flan-t5-xl") and is_named(arguments.model):
         raise ValueError(
             f"{arguments.model} has no weights that were trained: give the folder of a checkpoint"
         )
