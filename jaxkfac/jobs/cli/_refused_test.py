@@ -47,7 +47,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.default(10)
+@pytest.mark.default(8)
 @pytest.mark.parametrize(("words", "message"), REFUSED)
 def test_a_plan_refuses_what_the_run_refuses(words, message, small, tmp_path, capsys):
     words = ["finetune", *words.format(**small).split(), "--output", str(tmp_path)]
