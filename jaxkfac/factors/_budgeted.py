@@ -152,7 +152,7 @@ class BudgetedCollector:
         self,
         params: ArrayTree,
         batch: ArrayTree,
-        key: Key[Array, ""] | None = None,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
         labels: ArrayTree = None,
         state: ArrayTree | None = None,
@@ -165,7 +165,10 @@ class BudgetedCollector:
         return plan_passes(self._collector.statistics(traced), self._budget, vjps=vjps)
 
     def budgets(
-        self, params: ArrayTree, batch: ArrayTree, key: Key[Array, ""] | None = None
+        self,
+        params: ArrayTree,
+        batch: ArrayTree,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
     ) -> Budgets:
         """The least budget, and the least budget of a single pass; nothing is computed."""
         traced = self._collector.traced(params, self._collector.checked(batch, key))
@@ -176,7 +179,7 @@ class BudgetedCollector:
     def call(
         self,
         batch: ArrayTree,
-        key: Key[Array, ""] | None = None,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
         positions: Bool[Array, "..."] | Float[Array, "..."] | None = None,
     ) -> Call:
         """The arguments for a program of :meth:`pass_program`."""
@@ -195,7 +198,10 @@ class BudgetedCollector:
         return self._programs[program_key]
 
     def lower(
-        self, params: ArrayTree, batch: ArrayTree, key: Key[Array, ""] | None = None
+        self,
+        params: ArrayTree,
+        batch: ArrayTree,
+        key: Key[Array | jax.ShapeDtypeStruct, ""] | None = None,
     ) -> list[tuple[Pass, Any]]:
         """Each pass with its lowered program; ``.compile()`` it to read memory and cost."""
         plan = self.plan(params, batch, key)

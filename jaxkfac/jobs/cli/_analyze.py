@@ -61,8 +61,14 @@ def restore(checkpoint: Checkpoint) -> Restored:
     """Rebuild the problem of a K-FAC checkpoint, with the stored values.
 
     Raises:
-        ValueError: the checkpoint holds no factors, or is from before the first update.
+        ValueError: the checkpoint is of another command, holds no factors, or is from before the
+            first update.
     """
+    if "adapter" in checkpoint.config:
+        raise ValueError(
+            "this checkpoint was written by `jaxkfac finetune`: when the run has ended, give its "
+            "output folder, whose adapter or model is analyzed"
+        )
     if checkpoint.optimizer != "kfac":
         raise ValueError(
             f"this checkpoint was written by {checkpoint.optimizer}, which keeps no factors; "
@@ -190,13 +196,17 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
 def _check_options(arguments: AnalyzeArguments) -> None:
     """Refuse options for pretrained models; a mistyped path looks like a checkpoint."""
     default = AnalyzeArguments(arguments.checkpoint)
-    for name in ("model", "plan", "device_bytes", "resume", "overwrite", "keep_factors"):
+    names = ("model", "plan", "device_bytes", "output", "resume", "overwrite", "strict",
+             "checkpoint_every", "keep_factors")  # fmt: skip
+    for name in names:
         if getattr(arguments, name) != getattr(default, name):
             named_options = (
-                "such options as --texts" if name == "model" else f"--{name.replace('_', '-')}"
+                "options such as --texts are"
+                if name == "model"
+                else f"--{name.replace('_', '-')} is"
             )
             raise ValueError(
-                f"{named_options} are for a pretrained model, and {arguments.checkpoint} is none: "
+                f"{named_options} for a pretrained model, and {arguments.checkpoint} is none: "
                 "expected a folder with config.json, a .gguf file or smollm2"
             )
 

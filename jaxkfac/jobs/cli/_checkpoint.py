@@ -139,6 +139,9 @@ def say_nothing_saved(folder: Path) -> None:
     print(f"stopped inside an update: the last checkpoint counts; {last}", file=sys.stderr)
 
 
+RESUME_OR_OVERWRITE = "--resume continues and --overwrite starts over: give one of them"
+
+
 def held_run(folders: Sequence[Path]) -> str:
     """What the folders hold, for :func:`check_output`: the first that has a checkpoint counts."""
     checkpoint = next(filter(None, map(find_checkpoint, folders)), None)
@@ -165,7 +168,7 @@ def check_output(arguments: Any, held: str, *, writes: bool = True) -> None:
     output = arguments.output
     check_folder(output)
     if arguments.resume and arguments.overwrite:
-        raise ValueError("--resume continues and --overwrite starts over: give one of them")
+        raise ValueError(RESUME_OR_OVERWRITE)
     if held and not (arguments.resume or arguments.overwrite):
         raise ValueError(
             f"{output} already holds {held}: continue it with --resume, replace it with "
@@ -255,6 +258,12 @@ def checkpoint_writer() -> Iterator[CheckpointWriter]:
 _SHOWN = 12
 OPTIMIZERS = frozenset({"kfac", "adamw", "adafactor"})
 DATA_CRC = "data_crc32"  # an entry of a config in addition to the options: the checksum of the data
+_CRCS = {
+    DATA_CRC: "the data have",
+    "train_crc32": "the training texts have",
+    "query_crc32": "the queries have",
+    "params_crc32": "the model's parameters have",
+}
 
 
 def flatten_state(
@@ -370,8 +379,8 @@ def option_differences(
         was, want = stored.get(name), requested.get(name)
         if isinstance(was, dict) and isinstance(want, dict):
             yield from option_differences(was, want, ignored, f"{prefix}{name}.")
-        elif was != want and name == DATA_CRC:
-            yield f"the data have changed: CRC-32 {was} in the checkpoint, {want} now"
+        elif was != want and name in _CRCS:
+            yield f"{_CRCS[name]} changed: CRC-32 {was} in the checkpoint, {want} now"
         elif was != want:
             yield f"option {prefix}{name}: {was} in the checkpoint, {want} requested"
 

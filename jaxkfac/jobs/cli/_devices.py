@@ -119,22 +119,13 @@ def run_devices(arguments: Any, processes: RunProcesses = ALONE) -> RunDevices:
     Raises:
         ValueError: the options do not go together, or ask for too many devices.
     """
-    devices, mesh = arguments.devices, arguments.mesh
-    axes, device_count = axis_sizes(devices, mesh), jax.device_count()
+    device_count, batch_size = jax.device_count(), arguments.experiment.batch_size
+    axes = check_devices(arguments.devices, arguments.mesh, batch_size, available=device_count)
     count = math.prod(axes.values())
-    if mesh is not None and devices not in ("1", "all", str(count)):
-        raise ValueError(f"--mesh {mesh} has {count} devices, and --devices asks for {devices}")
-    if count > device_count:
-        raise ValueError(f"{count} devices were asked for, and JAX finds {device_count}")
     if processes.several and count < device_count:
         raise ValueError(
             f"{count} of the {device_count} devices of all processes were asked for, which leaves "
             "some process without work: take --devices all, or a --mesh of all of them"
-        )
-    if (batch_size := arguments.experiment.batch_size) % axes["data"]:
-        raise ValueError(
-            f"{axes['data']} devices do not divide a batch of {batch_size} examples: choose a "
-            f"--batch-size that is a multiple of {axes['data']}, or fewer devices for data"
         )
     if count == 1:
         return ONE_DEVICE
@@ -143,6 +134,34 @@ def run_devices(arguments: Any, processes: RunProcesses = ALONE) -> RunDevices:
     sizes = tuple(axes[name] for name in _AXES)
     found = jax.make_mesh(sizes, _AXES, axis_types=kinds, devices=chosen)
     return RunDevices(found, processes)
+
+
+def check_devices(
+    devices: str, mesh: str | None, batch_size: int, *, available: int | None = None
+) -> dict[str, int]:
+    """:func:`axis_sizes` of options that go together.
+
+    Args:
+        devices: As for :func:`run_devices`.
+        mesh: As for :func:`run_devices`.
+        batch_size: Examples of a micro-batch.
+        available: Number of devices; ``None`` where they are on another machine.
+
+    Raises:
+        ValueError: an option cannot be read, or the options do not go together.
+    """
+    axes = axis_sizes(devices, mesh)
+    count = math.prod(axes.values())
+    if mesh is not None and devices not in ("1", "all", str(count)):
+        raise ValueError(f"--mesh {mesh} has {count} devices, and --devices asks for {devices}")
+    if available is not None and count > available:
+        raise ValueError(f"{count} devices were asked for, and JAX finds {available}")
+    if batch_size % axes["data"]:
+        raise ValueError(
+            f"{axes['data']} devices do not divide a batch of {batch_size} examples: choose a "
+            f"--batch-size that is a multiple of {axes['data']}, or fewer devices for data"
+        )
+    return axes
 
 
 def axis_sizes(devices: str, mesh: str | None) -> dict[str, int]:

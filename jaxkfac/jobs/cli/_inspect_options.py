@@ -6,7 +6,7 @@ from typing import Literal
 
 import tyro
 
-from jaxkfac.jobs.cli._paths import absent
+from jaxkfac.jobs.cli._paths import absent, kind_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,16 @@ class AdapterArguments:
     """Show the full traceback of an error."""
 
     def check(self) -> None:
-        """Refuse a folder that does not exist."""
+        """Refuse a path without an adapter."""
         if not self.folder.is_dir():
             raise FileNotFoundError(
                 f"no adapter in {self.folder}, which {absent(self.folder)}: give its folder"
             )
+        places = (self.folder, self.folder / self.name)
+        if not any((place / "adapter_config.json").exists() for place in places) and (
+            kind := kind_of(self.folder)
+        ):
+            raise FileNotFoundError(f"no adapter in {self.folder}, which is {kind}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,6 +161,7 @@ def test_the_exit_code_says_which_signal_came(
     monkeypatch.setattr(module, name, lambda *args, **options: os.kill(os.getpid(), stop))
     model, texts = tmp_path / "model", tmp_path / "x.jsonl"
     model.mkdir()
+    (model / "config.json").write_text("{}")
     for file in (model / "model.safetensors", texts):  # paths are checked first
         file.touch()
     words = {

@@ -1,6 +1,8 @@
 """Options of `train` and `analyze`. Imports nothing slow, for quick help."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +37,22 @@ def check_least(options: Any, least: int, *names: str) -> None:
 def labels_sentence(fisher: Fisher) -> str:
     """The sentence of a report that says which labels K-FAC's factors use."""
     return f"K-FAC's factors use {_LABELS[fisher]}."
+
+
+def check_optimizers(experiment: Any, names: Sequence[str]) -> None:
+    """Refuse rates and decays that no optimizer can mean.
+
+    Raises:
+        ValueError: names the option.
+    """
+    for name in names:
+        options = getattr(experiment, name)
+        for field in dataclasses.fields(options):
+            value, option = getattr(options, field.name), f"{name}.{field.name}"
+            if field.name in ("learning_rate", "weight_decay") and not value >= 0:
+                raise ValueError(f"{option} must not be negative, not {value}")
+            if field.name in ("b1", "b2") and not 0 <= value < 1:
+                raise ValueError(f"{option} must lie in [0, 1), not {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +198,7 @@ class Experiment:
         for optimizer in (self.kfac, self.adamw):
             if not 0 <= optimizer.warmup < 1:
                 raise ValueError(f"warmup must lie in [0, 1), not {optimizer.warmup}")
+        check_optimizers(self, ("kfac", "adamw"))
 
     @property
     def examples_per_update(self) -> int:
@@ -254,6 +273,12 @@ class ModelAnalysis:
     """Longest text, or source of a pair, in tokens; longer ones are cut at the end."""
     max_target_length: int = 128
     """Longest target of a pair, in tokens; longer ones are cut at the end."""
+    source_key: str | None = None
+    """For pairs: key of the source; by default as in `jaxkfac finetune`."""
+    target_key: str | None = None
+    """For pairs: key of the target."""
+    prefix: str = ""
+    """For pairs: prefix of every source, such as "summarize: "."""
     batch_size: int = 8
     """Texts per backward pass."""
     fisher: Fisher = "empirical"
@@ -378,15 +403,23 @@ class AnalyzeArguments:
         return model_source(self.checkpoint, self.base) is not None
 
     def check(self) -> None:
-        """Refuse paths at which nothing can be read or written, and too few batches."""
+        """Refuse values out of range, and paths at which nothing can be read or written."""
+        if self.num_examples is not None and not 1 <= self.num_examples < math.inf:
+            raise ValueError(f"num_examples must be at least 1, not {self.num_examples}")
+        if not 0 <= self.damping < math.inf:
+            raise ValueError(f"damping must be zero or positive, not {self.damping}")
+        check_least(self, 1, "max_condition")
         check_least(self, 2, "batches")
-        sources = [self.checkpoint, *([] if self.compare is None else [self.compare])]
-        for path in sources:
+        adapters = []
+        for path in (self.checkpoint, *([] if self.compare is None else [self.compare])):
             source = model_source(path, self.base) if self.is_pretrained else None
+            adapters += [] if source is None else [source.adapter]
             if self.is_pretrained:
                 check_weights(str(path) if source is None else source.model)
             elif find_checkpoint(path) is None:
                 raise no_checkpoint(path)
+        if self.base is not None and not any(adapters):
+            raise ValueError(f"--base is for an adapter, and {self.checkpoint} is none")
         if self.is_pretrained:
             check_folder(self.output)
             if self.model.data is not None:

@@ -1,7 +1,9 @@
 """Paths of the command line: checks that do not wait for JAX."""
 
+import difflib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +31,11 @@ MODEL_NAMES = ("smollm2", "t5-bytes", *PLANNED_NAMES)
 DATA_NAMES = ("elements", "wordnet")
 
 
+def is_named(model: str) -> bool:
+    """Whether a model is one of the known names, and not a folder of that name."""
+    return model in MODEL_NAMES and not (Path(model) / "config.json").is_file()
+
+
 def absent(path: Path) -> str:
     """What is at a path instead of the expected file or folder, as the end of a sentence."""
     if path.is_dir():
@@ -40,13 +47,19 @@ def check_model(model: str) -> None:
     """Refuse a model that is neither a known name, nor a folder, nor a .gguf file.
 
     Raises:
-        FileNotFoundError: says what is there.
+        FileNotFoundError: says what is there and which command reads it, or names the nearest.
     """
     path = Path(model)
-    if model in MODEL_NAMES or path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+    is_model = (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file())
+    if is_model or model in MODEL_NAMES:
         return
-    what = "is no folder and no .gguf file" if path.exists() else "does not exist"
-    raise FileNotFoundError(f"no model at {path}, which {what}")
+    if kind := kind_of(path):
+        raise FileNotFoundError(f"no model at {path}, which is {kind}")
+    if path.is_dir():
+        raise FileNotFoundError(f"no config.json in {path}, which holds {_entries(path)}")
+    if path.exists():
+        raise FileNotFoundError(f"no model at {path}, which is no folder and no .gguf file")
+    raise FileNotFoundError(f"no model at {path}, which does not exist{_nearest(model)}")
 
 
 def check_weights(model: str) -> None:
@@ -56,7 +69,7 @@ def check_weights(model: str) -> None:
         FileNotFoundError: says what is there.
     """
     check_model(model)
-    if model in PLANNED_NAMES and not Path(model).exists():
+    if model in PLANNED_NAMES and is_named(model):
         raise FileNotFoundError(
             f"{model} is known by its sizes, for `jaxkfac plan` and `jaxkfac finetune --plan`: "
             "give the folder of a checkpoint"
@@ -64,6 +77,59 @@ def check_weights(model: str) -> None:
     folder = Path(model)
     if model not in MODEL_NAMES and folder.is_dir() and not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"{folder} has no weights: expected *.safetensors files in it")
+
+
+def _nearest(name: str, names: Sequence[str] = MODEL_NAMES) -> str:
+    """The known names closest to a mistyped one, as the end of a sentence."""
+    close = difflib.get_close_matches(name, names, n=3)
+    return f"; the nearest names are {', '.join(map(repr, close))}" if close else ""
+
+
+def _entries(folder: Path) -> str:
+    return ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+
+
+def kind_of(path: Path) -> str | None:
+    """What the commands of this library wrote at a path, and which of them reads it.
+
+    ``None`` where it is something else.
+    """
+    if path.is_file():
+        if path.name.isdigit():
+            return "a checkpoint of a run: `jaxkfac analyze` reads those of `jaxkfac train`"
+        is_data = any(suffix in (".jsonl", ".parquet", ".arrow") for suffix in path.suffixes)
+        return "a file of texts" if is_data else None
+    of_train = next((name for name in ("kfac", "adamw") if numbered_files(path / name)), None)
+    saved = next((name for name in ("adapter", "model") if (path / name).is_dir()), None)
+    ways = {
+        "adapter": "`jaxkfac analyze` and `jaxkfac adapter inspect` read the adapter",
+        "model": "`jaxkfac finetune`, `jaxkfac influence` and `jaxkfac analyze` read the model",
+    }
+    if (path / "influence.json").exists() or (path / "stages").is_dir():
+        return "the output folder of `jaxkfac influence`, which reads it with --resume or --bases"
+    if (path / "analysis.json").exists():
+        return "the output folder of `jaxkfac analyze`, which reads it with --resume"
+    if (path / "adapter_config.json").exists():
+        return (
+            "an adapter: `jaxkfac analyze`, `jaxkfac adapter inspect` and `jaxkfac finetune "
+            "--adapter.start` read it"
+        )
+    if of_train is not None:
+        return "the output folder of `jaxkfac train`, which `jaxkfac analyze` reads"
+    if saved is not None and (path / "checkpoints").is_dir():
+        return f"the output folder of `jaxkfac finetune`: {ways[saved]} in {path / saved}"
+    if (path / "checkpoints").is_dir():
+        return (
+            "the output folder of a `jaxkfac finetune` that has not ended: continue with --resume"
+        )
+    if numbered_files(path):
+        return "a folder of checkpoints: `jaxkfac analyze` reads those of `jaxkfac train`"
+    if (path / "config.json").exists():
+        return (
+            "a pretrained model, which `jaxkfac finetune`, `jaxkfac influence` and `jaxkfac "
+            "analyze` read"
+        )
+    return None
 
 
 class ModelSource(NamedTuple):
@@ -116,7 +182,10 @@ def check_records(data: str) -> None:
         FileNotFoundError: names the path.
     """
     if data not in DATA_NAMES and not Path(data).exists():
-        raise FileNotFoundError(f"expected a file of records at {data}, which does not exist")
+        raise FileNotFoundError(
+            f"expected a file of records at {data}, which does not exist"
+            f"{_nearest(data, DATA_NAMES)}"
+        )
 
 
 def check_file(option: str, path: Path) -> None:
@@ -168,13 +237,16 @@ def no_checkpoint(path: Path) -> FileNotFoundError:
         "expected what `jaxkfac train` has written, such as runs/digits or runs/digits/kfac/1320, "
         "or the output folder of a `jaxkfac finetune` that has ended"
     )
+    kind = kind_of(path)
     if path.is_file():
         return FileNotFoundError(
-            f"no checkpoint at {path}, which is a file: {expected}; "
+            f"no checkpoint at {path}, which is {kind or 'a file'}: {expected}; "
             "or a pretrained model: a folder with config.json, a .gguf file or smollm2, with the "
             "texts as --data"
         )
     if not path.exists():
-        return FileNotFoundError(f"no checkpoint at {path}, which does not exist; {expected}")
-    entries = ", ".join(sorted(p.name for p in path.iterdir())) or "nothing"
-    return FileNotFoundError(f"no checkpoint at {path}, which holds {entries}; {expected}")
+        near = _nearest(str(path))
+        return FileNotFoundError(f"no checkpoint at {path}, which does not exist{near}; {expected}")
+    if kind is not None:
+        return FileNotFoundError(f"no checkpoint at {path}, which is {kind}")
+    return FileNotFoundError(f"no checkpoint at {path}, which holds {_entries(path)}; {expected}")

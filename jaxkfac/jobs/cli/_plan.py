@@ -8,9 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxkfac.jobs.cli._paths import check_program
+from jaxkfac.jobs.cli._paths import MODEL_NAMES, PLANNED_NAMES, check_program, kind_of
 
 # jaxkfac.planning has these names too; importing it imports JAX, for which help must not wait.
 OptionName = Literal[
@@ -113,7 +114,15 @@ class PlanArguments:
     """Show the full traceback of an error."""
 
     def check(self) -> None:
-        """Refuse an interpreter that does not exist."""
+        """Refuse an interpreter that does not exist, and models that another command plans."""
+        is_planned_elsewhere = self.preset in {*MODEL_NAMES} - {*PLANNED_NAMES}
+        is_layout = self.preset in {*PLANNED_NAMES, "t5-xl"}
+        if is_planned_elsewhere or (Path(self.preset).exists() and not is_layout):
+            kind = None if is_planned_elsewhere else kind_of(Path(self.preset))
+            raise ValueError(
+                f"--preset {self.preset} is {kind or 'no layout of this command'}; `jaxkfac "
+                "finetune --plan --model` plans the training of a model that it can name or read"
+            )
         if self.compiler_python is not None:
             check_program("--compiler-python", self.compiler_python)
 
@@ -140,6 +149,10 @@ def run_plan(arguments: PlanArguments) -> None:
     if arguments.collect > 1 and arguments.optimizer != "kfac":
         raise ValueError(
             f"--collect {arguments.collect}: only --optimizer kfac averages factors in turns"
+        )
+    if arguments.damping_mode != "exact" and arguments.optimizer != "kfac":
+        raise ValueError(
+            f"--damping-mode {arguments.damping_mode}: only --optimizer kfac has a damping"
         )
     training = preset(
         arguments.preset,
@@ -196,11 +209,12 @@ _AS_GIVEN = (
 # Options that divide or replace the batch, or make adapters: not beside a frozen base.
 _OF_ALL_PARAMETERS = ("accumulation", "adapters", "nf4")
 _OF_RUNS = ("adamw", "adafactor", "kfac")  # optimizers of `jaxkfac finetune`
+_OF_PAIRS = ("t5-xl", "flan-t5-xl")
 
 
 def _is_run(arguments: PlanArguments) -> bool:
     """Whether `jaxkfac finetune` can run this training."""
-    return arguments.train == "adapter" or arguments.preset in ("t5-xl", "flan-t5-xl")
+    return arguments.train == "adapter" or arguments.preset in _OF_PAIRS
 
 
 def _experiment(arguments: PlanArguments) -> Any:
@@ -209,6 +223,9 @@ def _experiment(arguments: PlanArguments) -> Any:
 
     kfac = dataclasses.replace(Finetuning().kfac, max_dense=arguments.max_dense)
     optimizer: Any = arguments.optimizer if arguments.optimizer in _OF_RUNS else "adamw"
+    of_pairs: dict[str, Any] = (
+        {"max_target_length": arguments.tokens} if arguments.preset in _OF_PAIRS else {}
+    )
     return Finetuning(
         model="flan-t5-xl" if arguments.preset == "t5-xl" else arguments.preset,
         train=arguments.train,
@@ -216,12 +233,12 @@ def _experiment(arguments: PlanArguments) -> Any:
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
         accumulator_dtype=arguments.accumulator_dtype or "float32",
         max_length=arguments.tokens,
-        max_target_length=arguments.tokens,
         dtype=arguments.dtype,
         remat=arguments.remat,
         optimizer=optimizer,
         adapter=AdapterOptions(rank=arguments.adapter_rank),
         kfac=kfac,
+        **of_pairs,
     )
 
 
@@ -231,7 +248,7 @@ def _finetune_command(arguments: PlanArguments) -> str:
     from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
 
     default = FinetuneArguments()
-    pairs = {"data": "wordnet"} if arguments.preset in ("t5-xl", "flan-t5-xl") else {}
+    pairs = {"data": "wordnet"} if arguments.preset in _OF_PAIRS else {}
     experiment = dataclasses.replace(_experiment(arguments), **pairs)
     words = flags(default, dataclasses.replace(default, experiment=experiment))
     factors = (

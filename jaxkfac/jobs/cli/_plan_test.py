@@ -120,6 +120,7 @@ def test_a_plan_that_fits_nowhere_is_printed_before_it_is_an_error(capsys):
         ({"collect": 0, "optimizer": "kfac"}, "collect=0: expected at least 1"),
         ({"collect": 2}, "--collect 2: only --optimizer kfac averages factors in turns"),
         ({"collect": 2, "curvature": "none"}, "--collect 2: only --optimizer kfac"),
+        ({"damping_mode": "pi"}, "--damping-mode pi: only --optimizer kfac has a damping"),
         ({"collect": 2, "optimizer": "kfac", "curvature": "analyze"}, 'kfac needs "precondition"'),
         ({"preset": "t5-xl", "collect": 2, "optimizer": "kfac"}, "--collect: .*no such options"),
         ({"train": "adapter", "collect": 2, "optimizer": "kfac"}, "--collect: .*no such options"),

@@ -152,7 +152,7 @@ def run_processes(arguments: Any) -> Iterator[RunProcesses]:
         LostProcessError: a program failed while it communicated.
     """
     address = arguments.coordinator
-    _check(address, arguments.processes, arguments.process)
+    check_processes(address, arguments.processes, arguments.process)
     if address is None:
         yield ALONE
         return
@@ -209,7 +209,12 @@ def _shared(arguments: Any) -> dict[str, Any]:
     return {name: x for name, x in dataclasses.asdict(arguments).items() if name not in per_process}
 
 
-def _check(address: str | None, count: int | None, number: int | None) -> None:
+def check_processes(address: str | None, count: int | None, number: int | None) -> None:
+    """Refuse options about processes that do not go together.
+
+    Raises:
+        ValueError: names the option.
+    """
     if address in (None, "auto"):
         given_options = [
             f"--{n}" for n, x in (("processes", count), ("process", number)) if x is not None

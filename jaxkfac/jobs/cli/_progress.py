@@ -158,8 +158,15 @@ _SLOW = 3.0  # seconds
 
 
 @contextlib.contextmanager
-def said_if_slow(text: str, *, after: float = _SLOW) -> Iterator[None]:
-    """Say what the block is doing, once, if it takes longer than ``after`` seconds."""
+def said_if_slow(text: str, *, after: float | None = None, quiet: bool = False) -> Iterator[None]:
+    """Say what the block is doing, once, if it takes longer than ``after`` seconds, by default 3.
+
+    Blocks that compile are inside one of these, or begin a progress display, which says so. A
+    ``quiet`` one says nothing: one process of several speaks for all.
+    """
+    if quiet:
+        yield
+        return
     lock, ended = threading.Lock(), False
 
     def is_time() -> None:
@@ -167,7 +174,7 @@ def said_if_slow(text: str, *, after: float = _SLOW) -> Iterator[None]:
             if not ended:
                 say(text)
 
-    timer = threading.Timer(after, is_time)
+    timer = threading.Timer(_SLOW if after is None else after, is_time)
     timer.daemon = True
     timer.start()
     try:
@@ -176,6 +183,24 @@ def said_if_slow(text: str, *, after: float = _SLOW) -> Iterator[None]:
         timer.cancel()
         with lock:
             ended = True
+
+
+def announced(name: str) -> Callable[[Any], contextlib.AbstractContextManager[None]]:
+    """``announce(arrays)``: the context of a call that compiles for arrays of other shapes.
+
+    The first shapes are left to the progress display, which begins with "compiling".
+    """
+    seen: list[Any] = []
+
+    def announce(arrays: Any) -> contextlib.AbstractContextManager[None]:
+        shapes = [x.shape for x in jax.tree.leaves(arrays)]
+        is_new, is_first = shapes not in seen, not seen
+        seen.extend([shapes] * is_new)
+        if is_first or not is_new:
+            return contextlib.nullcontext()
+        return said_if_slow(f"{name}: compiling for a batch of another shape")
+
+    return announce
 
 
 # ---------------- main memory at the end of a command

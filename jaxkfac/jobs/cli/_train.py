@@ -41,7 +41,14 @@ from jaxkfac.jobs.cli._options import (
 from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli._problem import DigitsProblem, build_optimizer, digits_problem, find_layers
 from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
-from jaxkfac.jobs.cli._progress import check_held_once, host_memory, phase, progress, time_left
+from jaxkfac.jobs.cli._progress import (
+    check_held_once,
+    host_memory,
+    phase,
+    progress,
+    said_if_slow,
+    time_left,
+)
 from jaxkfac.jobs.report import (
     RunRecords,
     SpectrumRecord,
@@ -81,7 +88,11 @@ def train_one(
     total, config = total_updates(experiment, problem), as_config(experiment)
     tx = build_optimizer(name, experiment, problem, total, distribute=devices.divides)
     earlier = jax.live_arrays()
-    with processes.together(f"looking for a checkpoint in {folder}") as shared_values:
+    doing = f"{name}: preparing the model and the optimizer"
+    with (
+        processes.together(f"looking for a checkpoint in {folder}") as shared_values,
+        said_if_slow(doing, quiet=not processes.first),
+    ):
         state = _start(problem, tx, folder if arguments.resume else None, config)
         shared_values.append(state.step)
     if devices.mesh is not None:
@@ -239,14 +250,23 @@ def _run(
     finals, spectra = {}, []
     with jk.memory.track("run") as stages:
         loading = processes.together("loading data and model")
-        with jk.memory.track("data and model"), phase("loading data and model"), loading:
+        with (
+            jk.memory.track("data and model"),
+            phase("loading data and model"),
+            said_if_slow("train: loading data and model", quiet=not processes.first),
+            loading,
+        ):
             problem = digits_problem(experiment)
             problem = problem.with_data(devices.replicated(problem.data))
         for name in names:
             with jk.memory.track(f"train with {name}"), phase(f"training with {name}"):
                 finals[name] = train_one(name, problem, arguments, devices)
         if "kfac" in finals:
-            with jk.memory.track("decompose the factors"), phase("decomposing the factors"):
+            with (
+                jk.memory.track("decompose the factors"),
+                phase("decomposing the factors"),
+                said_if_slow("train: decomposing the factors", quiet=not processes.first),
+            ):
                 spectra = spectra_of(finals["kfac"].optimizer, experiment)
     runs = {name: state.records for name, state in finals.items()}
     device_use = {name: devices.described((x.params, x.optimizer)) for name, x in finals.items()}

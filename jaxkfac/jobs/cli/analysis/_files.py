@@ -12,6 +12,7 @@ import numpy as np
 from jaxkfac._errors import CheckpointMismatchError
 from jaxkfac.files import PARTIAL, Archive, read_json, write_archive, write_json
 from jaxkfac.interception import Layer, ParameterMatrix
+from jaxkfac.jobs.cli._checkpoint import option_differences
 from jaxkfac.linalg import packed_shape, unpack
 
 # ---------------- units of storage: parts of the factors, and groups of layers
@@ -183,6 +184,22 @@ class StoredSums:
         return np.stack([unpack(x, size) for x in flat]).reshape(*stack, size, size)
 
 
+_CHANGED = {"weights": "the files of the model", "texts": "the texts"}
+
+
+def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Describe what differs between an analysis and the one that would continue it."""
+    for name, value in now.items():
+        was = stored.get(name)
+        if was == value:
+            continue
+        if name == "options":
+            yield from option_differences(was or {}, value)
+        else:
+            changed = f"{_CHANGED[name]} have changed" if name in _CHANGED else None
+            yield changed or f"{name}: {was} in the folder, {value} now"
+
+
 @dataclasses.dataclass(frozen=True)
 class Folder:
     """The output folder of an analysis of one model."""
@@ -205,12 +222,12 @@ class Folder:
         options = json.loads(json.dumps(options))
         if resume and self._options_path.is_file():
             stored_options = self.read("analysis.json")
-            for name, value in options.items():
-                if stored_options.get(name) != value:
-                    raise CheckpointMismatchError(
-                        f"{self.path} holds an analysis with {name}={stored_options.get(name)}, "
-                        f"and now it is {value}: give the same options, or --overwrite"
-                    )
+            if differences := [*_differences(stored_options, options)]:
+                raise CheckpointMismatchError(
+                    f"{self.path} holds another analysis:\n  "
+                    + "\n  ".join(differences)
+                    + "\ngive the options it was begun with, or --overwrite"
+                )
             return stored_options
         for name in _FOLDERS:
             (self.path / name).mkdir(exist_ok=True)

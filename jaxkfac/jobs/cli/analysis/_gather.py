@@ -14,6 +14,7 @@ from jaxkfac._errors import NonFiniteFactorError
 from jaxkfac.blocks import Factors, Place
 from jaxkfac.factors import Pass
 from jaxkfac.interception import Layer
+from jaxkfac.jobs.cli._progress import said_if_slow
 from jaxkfac.jobs.cli.analysis._files import Folder, Part, StoredSums
 from jaxkfac.jobs.cli.analysis._program import AnalyzedModel, sums_dtype
 from jaxkfac.jobs.cli.analysis._texts import Texts, on_device
@@ -148,7 +149,10 @@ def _one_pass(
         index = sums.batches
         batch, exist = on_device((texts.batches[index], texts.exist[index]))
         call = analysis.call(batch, exist, analysis.key_of(index))
-        value, factors = analysis.program(number, exist)(params, call, np.int32(one.start))
+        # The plan has compiled the programs of full batches.
+        quiet = exist.shape == texts.exist[0].shape
+        with said_if_slow("gather: compiling for the last texts", quiet=quiet):
+            value, factors = analysis.program(number, exist)(params, call, np.int32(one.start))
         terms = float(factors.terms)
         sums.terms += terms
         sums.loss += float(value) * terms

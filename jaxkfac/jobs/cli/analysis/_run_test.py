@@ -156,7 +156,9 @@ def test_an_analysis_does_not_go_on_with_other_weights_of_the_same_sizes(
     assert analyze(*words, folder=folder) == 0
     write_model(folder, scale=2.0)
     assert analyze(*words, "--resume", folder=folder) == 2
-    assert "holds an analysis with weights=" in capsys.readouterr().err
+    assert (
+        "holds another analysis:\n  the files of the model have changed" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.exhaustive

@@ -20,6 +20,7 @@ from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._options import AnalyzeArguments, ModelAnalysis
+from jaxkfac.jobs.cli._paths import is_named
 from jaxkfac.jobs.cli._progress import phase, progress, said_if_slow, timed
 from jaxkfac.jobs.cli.analysis._decompose import (
     Chosen,
@@ -270,7 +271,7 @@ def _shown(name: str, total: int) -> Iterator[tuple[Callable[[int, str], None], 
 def _weights(what: Analyzed) -> list[list[Any]]:
     """Names and CRC-32 of the weight files, to detect other weights in the same place."""
     model = what.experiment.model
-    path = cached_file(KNOWN[0]) if model == "smollm2" else Path(model)
+    path = cached_file(KNOWN[0]) if model == "smollm2" and is_named(model) else Path(model)
     files = [path] * path.is_file()
     if path.is_dir():
         files = sorted([*path.glob("*.safetensors"), *path.glob("config.json")])

@@ -88,15 +88,26 @@ class Texts(NamedTuple):
 
 
 def analyzed(name: str, options: ModelAnalysis, base: Path | None = None) -> Analyzed:
-    """The model at ``name``, or the adapter there on its ``base``, with the options to load it."""
+    """The model at ``name``, or the adapter there on its ``base``, with the options to load it.
+
+    Raises:
+        ValueError: an option is for the other kind of model.
+    """
     source = model_source(Path(name), base) or ModelSource(name)
     family = family_of(Finetuning(model=source.model))
     pairs = isinstance(family, EncoderDecoderFamily)
+    for name in () if pairs else ("max_target_length", "source_key", "target_key", "prefix"):
+        if getattr(options, name) != getattr(ModelAnalysis, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is for pairs, and {source.model} is a decoder")
     experiment = Finetuning(
         model=source.model,
         data=options.data or "wordnet",
         max_length=options.max_length,
         max_target_length=options.max_target_length,
+        source_key=options.source_key,
+        target_key=options.target_key,
+        prefix=options.prefix,
         batch_size=1,
         questions="0",
         dtype=options.dtype,

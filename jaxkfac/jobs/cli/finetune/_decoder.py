@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.jobs.cli._paths import is_named
 from jaxkfac.jobs.cli.finetune._exam import DecoderExaminer
 from jaxkfac.jobs.cli.finetune._family import (
     EncodedText,
@@ -66,40 +66,9 @@ class DecoderFamily(Family):
     target = kernels = r".*_proj/kernel"
     task_type = "CAUSAL_LM"
     num_lengths = 8
+    unread = ("max_target_length", "generate", "num_beams", "rouge")
 
-    def load(self, experiment: Finetuning) -> Any:
-        options = self._options(experiment)
-        if experiment.model in DECODERS:
-            raise ValueError(
-                f"{experiment.model} is known by its sizes, for --plan: to train it, give --model "
-                "the folder of a checkpoint"
-            )
-        _check_attention(experiment, options["dtype"])
-        if experiment.model == "smollm2":
-            _check_no_rule(experiment)
-            return _smollm2(options)
-        return load_decoder(experiment.model, **options, **_rule(experiment))
-
-    def shapes(self, experiment: Finetuning) -> Any:
-        if experiment.train == "all":
-            raise ValueError(_ADAPTERS_ONLY)
-        path: str | Path = experiment.model
-        if (config := DECODERS.get(experiment.model)) is not None:
-            _check_no_rule(experiment)
-            shapes = shaped_decoder(config, **self._options(experiment))
-        else:
-            if path == "smollm2":
-                _check_no_rule(experiment)
-                (weights,) = KNOWN
-                path = cached_file(weights)
-            shapes = decoder_shapes(path, **self._options(experiment), **_rule(experiment))
-        _longest(experiment, shapes)  # a plan refuses what the run refuses
-        return shapes
-
-    def save(self, folder: Path, pretrained: Pretrained) -> None:
-        raise ValueError(_ADAPTERS_ONLY)
-
-    def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
+    def check(self, experiment: Finetuning) -> None:
         if experiment.train == "all":
             raise ValueError(_ADAPTERS_ONLY)
         if experiment.data == "wordnet":
@@ -115,6 +84,46 @@ class DecoderFamily(Family):
                 f"--dropout is for encoder-decoders, and {experiment.model} is a decoder, which "
                 f"was trained without dropout; --adapter.dropout drops inputs of the adapter"
             )
+        if experiment.batching == "pack" and experiment.num_lengths is not None:
+            raise ValueError("--num-lengths is for --batching pad: packed rows have one length")
+        if experiment.questions is None or experiment.questions.isdigit():
+            _embedded_questions(experiment)
+
+    def load(self, experiment: Finetuning) -> Any:
+        options = self._options(experiment)
+        named = is_named(experiment.model)
+        if named and experiment.model in DECODERS:
+            raise ValueError(
+                f"{experiment.model} is known by its sizes, for --plan: to train it, give --model "
+                "the folder of a checkpoint"
+            )
+        if named and experiment.model == "smollm2":
+            _check_no_rule(experiment)
+            return _smollm2(options)
+        return load_decoder(experiment.model, **options, **_rule(experiment))
+
+    def shapes(self, experiment: Finetuning) -> Any:
+        if experiment.train == "all":
+            raise ValueError(_ADAPTERS_ONLY)
+        path: str | Path = experiment.model
+        named = is_named(experiment.model)
+        if named and experiment.model in DECODERS:
+            _check_no_rule(experiment)
+            shapes = shaped_decoder(DECODERS[experiment.model], **self._options(experiment))
+        else:
+            if named and path == "smollm2":
+                _check_no_rule(experiment)
+                (weights,) = KNOWN
+                path = cached_file(weights)
+            shapes = decoder_shapes(path, **self._options(experiment), **_rule(experiment))
+        _longest(experiment, shapes)  # a plan refuses what the run refuses
+        return shapes
+
+    def save(self, folder: Path, pretrained: Pretrained) -> None:
+        raise ValueError(_ADAPTERS_ONLY)
+
+    def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
+        self.check(experiment)
         embedded = experiment.data == "elements"
         system = experiment.system
         if system is None:
@@ -126,11 +135,8 @@ class DecoderFamily(Family):
             train.peek()
         validation_rows = held_rows(validation)
         chosen = experiment.questions
-        if chosen is None:
-            chosen = str(_EMBEDDED_QUESTIONS) if embedded else "0"
-        if chosen.isdigit():
-            count = int(chosen)
-            questions = element_questions(count, seed=experiment.seed) if count else []
+        if chosen is None or chosen.isdigit():
+            questions = _embedded_questions(experiment)
         else:
             questions = read_questions(Path(chosen))
         return Text(train, validation_rows.good, questions, system, validation_rows.bad)
@@ -187,6 +193,7 @@ class DecoderFamily(Family):
         return DecoderExaminer(problem, arguments)
 
     def _options(self, experiment: Finetuning) -> dict[str, Any]:
+        _check_attention(experiment)
         return {
             "dtype": dtype_of(experiment),
             "remat": experiment.remat,
@@ -230,17 +237,30 @@ def _longest(experiment: Finetuning, pretrained: Any) -> int:
     return experiment.max_length
 
 
-def _check_attention(experiment: Finetuning, dtype: DTypeLike) -> None:
+def _embedded_questions(experiment: Finetuning) -> list[Any]:
+    """The embedded questions that the options ask for.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    count = _EMBEDDED_QUESTIONS if experiment.data == "elements" else 0
+    if experiment.questions is not None:
+        count = int(experiment.questions)
+    return element_questions(count, seed=experiment.seed) if count else []
+
+
+def _check_attention(experiment: Finetuning) -> None:
     if experiment.attention != "cudnn":
         return
+    dtype = jnp.dtype(dtype_of(experiment))
     if jax.default_backend() != "gpu":
         raise ValueError(
             "--attention cudnn needs an NVIDIA GPU, and JAX's default backend is "
             f"{jax.default_backend()}: take --attention xla"
         )
-    if jnp.dtype(dtype).itemsize != 2:
+    if dtype.itemsize != 2:
         raise ValueError(
-            f"--attention cudnn computes in half precision, and --dtype is {jnp.dtype(dtype)}: "
+            f"--attention cudnn computes in half precision, and --dtype is {dtype}: "
             "take --dtype bfloat16, or --attention xla"
         )
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxkfac._arguments import ArrayTree
 from jaxkfac.flax import from_nnx
+from jaxkfac.jobs.cli._paths import is_named
 from jaxkfac.jobs.cli.finetune._exam import PairExaminer
 from jaxkfac.jobs.cli.finetune._family import (
     EncodedText,
@@ -65,21 +66,30 @@ class EncoderDecoderFamily(Family):
     task_type = "SEQ_2_SEQ_LM"
     num_lengths = 4
 
+    def check(self, experiment: Finetuning) -> None:
+        _check(experiment)
+        if experiment.data == "elements":
+            raise ValueError(
+                f"--data elements are conversations, and {experiment.model} is an encoder-decoder: "
+                "give --data wordnet, or a file or folder of pairs"
+            )
+
     def load(self, experiment: Finetuning) -> Any:
-        if experiment.model == "flan-t5-xl":
+        named = experiment.model if is_named(experiment.model) else None
+        if named == "flan-t5-xl":
             raise ValueError(
                 "flan-t5-xl is known by its sizes, for --plan: to train it, give --model the "
                 "folder of the checkpoint google/flan-t5-xl"
             )
-        if experiment.model == "t5-bytes":
+        if named == "t5-bytes":
             return _untrained(experiment)
         return load_encoder_decoder(experiment.model, **self._options(experiment))
 
     def shapes(self, experiment: Finetuning) -> Any:
         options = self._options(experiment)
-        if (config := ENCODER_DECODERS.get(experiment.model)) is None:
+        if not is_named(experiment.model):
             return encoder_decoder_shapes(experiment.model, **options)
-        shaped = shaped_encoder_decoder(config, **options)
+        shaped = shaped_encoder_decoder(ENCODER_DECODERS[experiment.model], **options)
         is_bytes = experiment.model == "t5-bytes"
         return shaped._replace(tokenizer=byte_tokenizer() if is_bytes else None)
 
@@ -87,12 +97,7 @@ class EncoderDecoderFamily(Family):
         save_encoder_decoder(folder, pretrained)
 
     def text(self, experiment: Finetuning, *, strict: bool = False) -> Text:
-        _check(experiment)
-        if experiment.data == "elements":
-            raise ValueError(
-                f"--data elements are conversations, and {experiment.model} is an encoder-decoder: "
-                "give --data wordnet, or a file or folder of pairs"
-            )
+        self.check(experiment)
         prefix = experiment.prefix
         if experiment.data == "wordnet":
             learnt, held_out = (
@@ -215,12 +220,16 @@ def _check(experiment: Finetuning) -> None:
         "--loss-on all learns prompts": experiment.loss_on != "assistant",
         "--gguf-pre is for a .gguf file": experiment.gguf_pre is not None,
         "--system is the first turn of a conversation": experiment.system is not None,
+        "--style is for multiple-choice questions": experiment.style != "chat",
         "--adapter.split takes fused projections apart": experiment.adapter.split,
     }
     for complaint, is_set in wrong.items():
         if is_set:
             raise ValueError(f"{complaint}, and {experiment.model} is an encoder-decoder")
+    if experiment.train == "all" and experiment.adapter.start is not None:
+        raise ValueError("--adapter.start is for --train adapter: with --train all leave it out")
     if experiment.train == "all" and experiment.quantize is not None:
         raise ValueError("--quantize is for a frozen base: with --train all leave it out")
-    if experiment.model == "t5-bytes" and experiment.quantize is not None:
+    is_untrained = experiment.model == "t5-bytes" and is_named(experiment.model)
+    if is_untrained and experiment.quantize is not None:
         raise ValueError("--quantize is for a pretrained base, and t5-bytes is not: leave it out")

@@ -88,12 +88,22 @@ class Family(abc.ABC):
         kernels: Full-match pattern of the kernels that ``"all"`` quantizes.
         task_type: PEFT's name for the task.
         num_lengths: Default number of row lengths for streamed files.
+        unread: Options that this kind of model has no use for.
     """
 
     target: ClassVar[str]
     kernels: ClassVar[str]
     task_type: ClassVar[str]
     num_lengths: ClassVar[int]
+    unread: ClassVar[tuple[str, ...]] = ()
+
+    @abc.abstractmethod
+    def check(self, experiment: Finetuning) -> None:
+        """Refuse options of another kind of model; reads no file.
+
+        Raises:
+            ValueError: names the option.
+        """
 
     @abc.abstractmethod
     def load(self, experiment: Finetuning) -> Any:

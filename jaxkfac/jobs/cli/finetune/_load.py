@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from jaxkfac.jobs.cli._paths import is_named
 from jaxkfac.jobs.cli.finetune._decoder import DecoderFamily
 from jaxkfac.jobs.cli.finetune._encoder_decoder import ENCODER_DECODERS, EncoderDecoderFamily
 from jaxkfac.jobs.cli.finetune._family import Family, Text
@@ -15,10 +16,10 @@ def family_of(experiment: Finetuning) -> Family:
 
     Errors in the folder are raised later, where the model is loaded.
     """
-    if experiment.model in ENCODER_DECODERS:
-        return EncoderDecoderFamily()
     path = Path(experiment.model)
-    if experiment.model != "smollm2" and (path / "config.json").is_file():
+    if is_named(experiment.model):
+        return EncoderDecoderFamily() if experiment.model in ENCODER_DECODERS else DecoderFamily()
+    if (path / "config.json").is_file():
         config = read_config(path)
         if config.get("is_encoder_decoder") or config.get("model_type") == "t5":
             return EncoderDecoderFamily()

@@ -26,7 +26,7 @@ from jaxkfac.jobs.cli._loop import (
     gradient_norm,
     skipped_updates,
 )
-from jaxkfac.jobs.cli._progress import phase
+from jaxkfac.jobs.cli._progress import phase, said_if_slow
 from jaxkfac.jobs.cli.finetune._exam import fourier_record
 from jaxkfac.jobs.cli.finetune._family import check_ids
 from jaxkfac.jobs.cli.finetune._options import Finetuning
@@ -146,7 +146,15 @@ class MicroStep:
             jax.block_until_ready(arguments)  # keeps earlier work out of the compile time
             started = time.perf_counter()
             # Interrupting a trace can crash the process when it exits.
-            with interrupts_deferred("compiling"), phase("compiling"), self._devices.set():
+            # The progress display announces the first program.
+            quiet = not self.programs or not self._devices.processes.first
+            doing = "finetune: compiling for rows of another length"
+            with (
+                said_if_slow(doing, quiet=quiet),
+                interrupts_deferred("compiling"),
+                phase("compiling"),
+                self._devices.set(),
+            ):
                 lowered = self._run.lower(*arguments)
                 self._compiled[shape] = self._devices.processes.compiled(lowered)
             self.compile_seconds += time.perf_counter() - started

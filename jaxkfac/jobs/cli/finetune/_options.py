@@ -8,8 +8,22 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxkfac.jobs.cli._options import AdamwOptions, Fisher, KfacOptions, Optimizer, check_least
-from jaxkfac.jobs.cli._paths import check_file, check_folder, check_model, check_records
+from jaxkfac.jobs.cli._options import (
+    AdamwOptions,
+    Fisher,
+    KfacOptions,
+    Optimizer,
+    check_least,
+    check_optimizers,
+)
+from jaxkfac.jobs.cli._paths import (
+    PLANNED_NAMES,
+    check_file,
+    check_folder,
+    check_model,
+    check_records,
+    check_weights,
+)
 
 LogTo = Literal["tensorboard", "wandb", "trackio"]
 Trained = Literal["adapter", "all"]
@@ -204,6 +218,7 @@ class Finetuning:
             raise ValueError(f"warmup must lie in [0, 1), not {self.warmup}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, not {self.clip_norm}")
+        check_optimizers(self, ("adamw", "kfac", "adafactor"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,14 +309,16 @@ class FinetuneArguments:
         """Refuse paths at which nothing can be read or written."""
         experiment = self.experiment
         check_model(experiment.model)
+        if experiment.model in PLANNED_NAMES and not self.plan:
+            check_weights(experiment.model)
+        if experiment.adapter.start is not None:
+            check_file("--adapter.start", Path(experiment.adapter.start) / "adapter_config.json")
         if self.plan:  # reads nothing else, and writes nothing
             return
         check_folder(self.output)
         check_records(experiment.data)
         if experiment.questions is not None and not experiment.questions.isdigit():
             check_file("--questions", Path(experiment.questions))
-        if experiment.adapter.start is not None:
-            check_file("--adapter.start", Path(experiment.adapter.start) / "adapter_config.json")
 
 
 # ---------------- presets

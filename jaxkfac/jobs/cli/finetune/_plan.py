@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree
+from jaxkfac.jobs.cli._devices import axis_sizes
 from jaxkfac.jobs.cli._out_of_memory import Need, RunShapes, free_room, remedy
 from jaxkfac.jobs.cli.finetune._family import dtype_of
 from jaxkfac.jobs.cli.finetune._load import load_text, model_shapes
@@ -41,6 +43,26 @@ def run_shapes(experiment: Finetuning, batches: Any = None) -> FinetuneProblem:
     return shaped_problem(experiment, model_shapes(experiment), batches)
 
 
+def shaped_objective(
+    experiment: Finetuning, problem: FinetuneProblem
+) -> tuple[jk.Objective, ArrayTree]:
+    """The objective of a run, and the longest rows; the base is among the inputs.
+
+    An objective cannot close over shapes.
+    """
+    adapted, drops = problem.adapted, problem.drops(experiment)
+    inputs, targets, mask = problem.rows
+
+    def apply(
+        adapters: ArrayTree, base_and_inputs: ArrayTree, key: Array | None = None
+    ) -> jax.Array:
+        base, inputs = base_and_inputs
+        return adapted(base, adapters, inputs, key=key if drops else None)
+
+    objective = jk.Objective(apply, likelihood_of(experiment))
+    return objective, ((problem.params, inputs), targets, mask)
+
+
 def plan_run(experiment: Finetuning, problem: FinetuneProblem, **choices: Any) -> MemoryPlan:
     """Plan the memory of a fine-tuning run from shapes.
 
@@ -50,18 +72,8 @@ def plan_run(experiment: Finetuning, problem: FinetuneProblem, **choices: Any) -
         **choices: Arguments of :func:`jaxkfac.planning.plan_memory`, among them ``device_bytes``;
             ``optimizer=`` and the arguments about factors replace those of the run.
     """
-    adapted, params, drops = problem.adapted, problem.params, problem.drops(experiment)
-    inputs, targets, mask = problem.rows
-
-    # The base is an input: an objective cannot close over shapes.
-    def apply(
-        adapters: ArrayTree, base_and_inputs: ArrayTree, key: Array | None = None
-    ) -> jax.Array:
-        base, inputs = base_and_inputs
-        return adapted(base, adapters, inputs, key=key if drops else None)
-
-    objective = jk.Objective(apply, likelihood_of(experiment))
-    batch = (params, inputs), targets, mask
+    params = problem.params
+    objective, batch = shaped_objective(experiment, problem)
 
     def like() -> Any:
         return collector(experiment, objective).factor_shapes(problem.adapters, batch)
@@ -202,6 +214,12 @@ def print_plan(arguments: FinetuneArguments) -> None:
     console = Console()
     console.print(headline, soft_wrap=True, highlight=False)
     console.print(terminal_table("Plan", ["", "bytes"], rows))
+    if (count := math.prod(axis_sizes(arguments.devices, arguments.mesh).values())) > 1:
+        several = (
+            f"This is the whole batch beside the whole base on one device; of {count} devices each "
+            "needs at most that."
+        )
+        console.print(several, soft_wrap=True, highlight=False)
     if need.not_traced:
         left_out = f"temporaries of the update are not counted: {need.not_traced}"
         console.print(left_out, soft_wrap=True, highlight=False)

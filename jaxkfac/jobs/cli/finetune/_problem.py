@@ -3,7 +3,8 @@
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key
 
 import jaxkfac as jk
-from jaxkfac._arguments import ArrayTree
+from jaxkfac._arguments import ArrayTree, leaves_by_path
+from jaxkfac._errors import UnknownLayerError, nearest
 from jaxkfac.files import checksum_of
 from jaxkfac.jobs.cli._checkpoint import as_config
 from jaxkfac.jobs.cli._devices import ONE_DEVICE, RunDevices
@@ -263,8 +265,32 @@ def _adapters(
     else:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded)
         loaded = None  # read again when training begins
+    if start is None:
+        _check_patterns(experiment.adapter, shapes, leaves_by_path(pretrained.params))
 
     return _Trained(pretrained, config, jk.lslora.attach(apply_fn, config), initial, shapes)
+
+
+def _check_patterns(
+    chosen: AdapterOptions, adapters: Iterable[str], parameters: Iterable[str]
+) -> None:
+    """Refuse patterns that match nothing: a mistyped one would be ignored.
+
+    Raises:
+        UnknownLayerError: names the option and the nearest names.
+    """
+    parents = {path.rpartition("/")[0] for path in parameters}  # of a kernel in four bits
+    for name, patterns, names in (
+        ("exclude", [chosen.exclude] if chosen.exclude else [], {*parameters, *parents, *adapters}),
+        ("rank-pattern", chosen.rank_pattern, {*adapters}),
+        ("alpha-pattern", chosen.alpha_pattern, {*adapters}),
+    ):
+        for pattern in patterns:
+            if not any(re.fullmatch(pattern, path) for path in names):
+                raise UnknownLayerError(
+                    f"--adapter.{name} {pattern} matches no layer in full; the nearest names are "
+                    f"{nearest(pattern, sorted(names))}"
+                )
 
 
 def _donatable(x: ArrayTree) -> Any:

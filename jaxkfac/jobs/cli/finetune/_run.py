@@ -13,19 +13,24 @@ import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import write_text
 from jaxkfac.interception import selector
-from jaxkfac.jobs.cli._checkpoint import check_output, held_run, remove_checkpoints
-from jaxkfac.jobs.cli._devices import devices_line, run_devices
+from jaxkfac.jobs.cli._checkpoint import (
+    RESUME_OR_OVERWRITE,
+    check_output,
+    held_run,
+    remove_checkpoints,
+)
+from jaxkfac.jobs.cli._devices import check_devices, devices_line, run_devices
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._options import check_least, labels_sentence
 from jaxkfac.jobs.cli._paths import find_checkpoint
-from jaxkfac.jobs.cli._processes import RunProcesses, run_processes
+from jaxkfac.jobs.cli._processes import RunProcesses, check_processes, run_processes
 from jaxkfac.jobs.cli._progress import host_memory, phase, said_if_slow, say
 from jaxkfac.jobs.cli.finetune._exam import compare_exams
-from jaxkfac.jobs.cli.finetune._load import load_model, load_text, model_shapes
+from jaxkfac.jobs.cli.finetune._load import family_of, load_model, load_text, model_shapes
 from jaxkfac.jobs.cli.finetune._loggers import check_loggers
 from jaxkfac.jobs.cli.finetune._loop import TuneState
-from jaxkfac.jobs.cli.finetune._options import FinetuneArguments, Finetuning
-from jaxkfac.jobs.cli.finetune._plan import print_plan
+from jaxkfac.jobs.cli.finetune._options import PRESETS, FinetuneArguments, Finetuning
+from jaxkfac.jobs.cli.finetune._plan import print_plan, run_shapes, shaped_objective
 from jaxkfac.jobs.cli.finetune._problem import (
     FinetuneProblem,
     build_problem,
@@ -134,7 +139,9 @@ def run_finetune(arguments: FinetuneArguments) -> None:
     """Train, write the results, and print the summary; or print the plan."""
     if arguments.plan:
         _check(arguments)
-        return print_plan(arguments)
+        _check_pattern(arguments)
+        with said_if_slow("finetune: planning"):
+            return print_plan(arguments)
     with run_processes(arguments) as processes:
         _run(arguments, processes)
 
@@ -226,7 +233,38 @@ def _print(
         console.print(f"{name}: {path}", soft_wrap=True, highlight=False)
 
 
+def _check_pattern(arguments: FinetuneArguments) -> None:
+    """Refuse a ``--curvature`` that matches nothing, from shapes alone."""
+    experiment, pattern = arguments.experiment, arguments.curvature
+    if pattern not in (None, "auto"):
+        shapes = run_shapes(experiment)
+        objective, batch = shaped_objective(experiment, shapes)
+        layers = jk.find_layers(objective, shapes.adapters, batch)
+        sizes = {path: int(np.prod(x.shape)) for path, x in leaves_by_path(shapes.adapters).items()}
+        resolve_pattern(pattern, coverage_rows(layers, sizes))
+
+
 def _check(arguments: FinetuneArguments) -> None:
+    """Refuse values and combinations that need neither data nor weights to be refused."""
+    experiment, family = arguments.experiment, family_of(arguments.experiment)
+    family.check(experiment)
+    default = PRESETS[arguments.preset]
+    for name in family.unread:
+        owner, usual = (
+            (experiment, default.experiment) if hasattr(experiment, name) else (arguments, default)
+        )
+        if getattr(owner, name) != getattr(usual, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is for pairs, and {experiment.model} is a decoder")
+    if not arguments.plan:
+        for name in ("device_bytes", "compiler"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --plan")
+    if arguments.resume and arguments.overwrite:
+        raise ValueError(RESUME_OR_OVERWRITE)
+    if arguments.plan:  # a run asks its processes first
+        check_devices(arguments.devices, arguments.mesh, experiment.batch_size)
+        check_processes(arguments.coordinator, arguments.processes, arguments.process)
     counts = ("checkpoint_every", "log_every", "evaluate_every", "diagnose_every")
     counts += ("sample_tokens", "num_beams", "patience")
     check_least(arguments, 1, *counts)

@@ -23,7 +23,7 @@ from jaxkfac.jobs.cli._checkpoint import (
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
 from jaxkfac.jobs.cli._paths import find_checkpoint
 from jaxkfac.jobs.cli._processes import RunProcesses
-from jaxkfac.jobs.cli._progress import check_held_once, progress, say, time_left
+from jaxkfac.jobs.cli._progress import check_held_once, progress, said_if_slow, say, time_left
 from jaxkfac.jobs.cli.finetune._loggers import open_loggers
 from jaxkfac.jobs.cli.finetune._loop import TuneState, Tuning
 from jaxkfac.jobs.cli.finetune._options import FinetuneArguments
@@ -74,7 +74,11 @@ def train(
     total, options = total_updates(experiment, problem), options_of(experiment, problem)
     config = options | {DATA_CRC: problem.data_crc}
     tx = build_optimizer(experiment, problem, total)
-    with processes.together(f"looking for a checkpoint in {folder}") as shared_values:
+    doing = "finetune: preparing what is trained, and the optimizer"
+    with (
+        processes.together(f"looking for a checkpoint in {folder}") as shared_values,
+        said_if_slow(doing, quiet=not processes.first),
+    ):
         state = _start(problem, tx, folder if arguments.resume else None, config)
         shared_values.append(state.step)
     adapters, optimizer = problem.devices.replicated((state.adapters, state.optimizer))

@@ -12,7 +12,7 @@ from jaxkfac._text import number
 from jaxkfac.files import Archive, write_archive
 from jaxkfac.jobs.cli._checkpoint import flatten_state, remove_checkpoints
 from jaxkfac.jobs.cli._interrupts import interrupts_deferred
-from jaxkfac.jobs.cli._progress import phase
+from jaxkfac.jobs.cli._progress import phase, said_if_slow
 from jaxkfac.jobs.cli.finetune._exam import Examiner, fourier_record
 from jaxkfac.jobs.cli.finetune._loggers import MetricLogger
 from jaxkfac.jobs.cli.finetune._loop import TuneState
@@ -180,7 +180,14 @@ class Watch:
                 records = records._replace(fourier=[fourier_record(0, values)])
                 self._note_fourier(records.fourier[0])
         due = end or (arguments.evaluate_every and step % arguments.evaluate_every == 0)
-        if due and not any(exam.step == step for exam in records.exams):
+        quiet = not (due and step and self._examiner.problem.devices.processes.first)
+        with said_if_slow(f"finetune: examining update {step}", quiet=quiet):
+            return state._replace(records=self._examined(state, records) if due else records)
+
+    def _examined(self, state: TuneState, records: FinetuneRecords) -> FinetuneRecords:
+        """The records with the evaluation and the samples of this update."""
+        step, arguments = state.step, self._arguments
+        if not any(exam.step == step for exam in records.exams):
             exam = self._examiner.exam(step, state.adapters)
             if exam is not None:
                 records = records._replace(exams=[*records.exams, exam])
@@ -191,12 +198,12 @@ class Watch:
                     f"generated/{name}": value for name, value in (exam.scores or {}).items()
                 }
                 self._logger.numbers(step, values)
-        if due and arguments.samples and not any(sample.step == step for sample in records.samples):
+        if arguments.samples and not any(sample.step == step for sample in records.samples):
             samples = self._examiner.samples(step, state.adapters, count=arguments.samples)
             records = records._replace(samples=[*records.samples, *samples])
             for number, sample in enumerate(samples):
                 self._logger.text(step, f"sample/{number}", f"{sample.prompt} → {sample.answer}")
-        return state._replace(records=records)
+        return records
 
     def _note_fourier(self, record: FourierRecord) -> None:
         for layer, values in record.layers.items():

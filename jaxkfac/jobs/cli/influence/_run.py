@@ -13,7 +13,8 @@ from jaxkfac._arguments import ArrayTree, leaves_by_path
 from jaxkfac.files import checksum_of, whole_file, write_text
 from jaxkfac.jobs.cli._checkpoint import check_output
 from jaxkfac.jobs.cli._interrupts import nothing_begun
-from jaxkfac.jobs.cli._progress import host_memory, phase
+from jaxkfac.jobs.cli._paths import is_named
+from jaxkfac.jobs.cli._progress import host_memory, phase, said_if_slow
 from jaxkfac.jobs.cli.finetune._encoder_decoder import EncoderDecoderFamily
 from jaxkfac.jobs.cli.finetune._load import family_of, load_model
 from jaxkfac.jobs.cli.finetune._options import Finetuning
@@ -30,13 +31,20 @@ from jaxkfac.jobs.cli.influence._score import (
 from jaxkfac.jobs.cli.influence._stages import STAGES, Stages
 from jaxkfac.jobs.cli.influence._texts import PairReader, RecordReader, ScoredTexts
 from jaxkfac.jobs.report import QueryRecord, ScoredText, influence_page, influence_table, versions
+from jaxkfac.memory import parse_bytes
 
 
 def run_influence(arguments: InfluenceArguments) -> None:
     """Score, write the results, and print the tables."""
     stages = _stages(arguments)
     with jk.memory.track("run") as measured:
-        with jk.memory.track("load the model"), phase("loading the model"), nothing_begun():
+        doing = "loading the model"
+        with (
+            jk.memory.track("load the model"),
+            phase(doing),
+            said_if_slow(f"influence: {doing}"),
+            nothing_begun(),
+        ):
             scoring = _scoring(arguments)
         _say(scoring.train, scoring.queries)
         with jk.memory.track("factors and bases"):
@@ -49,7 +57,12 @@ def run_influence(arguments: InfluenceArguments) -> None:
         with jk.memory.track("scores"):
             scores = scored(scoring, preconditioned, stages, store)
             _save(arguments.output / "scores.npy", scores)
-        with jk.memory.track("tokens of the texts that are shown"), phase("scoring tokens"):
+        doing = "scoring the tokens of the texts that are shown"
+        with (
+            jk.memory.track("tokens of the texts that are shown"),
+            phase("scoring tokens"),
+            said_if_slow(f"influence: {doing}"),
+        ):
             queries = _records(scoring, preconditioned, scores)
     with phase("writing the report"):
         _write(arguments, scoring, queries, measured)
@@ -97,12 +110,19 @@ def _scoring(arguments: InfluenceArguments) -> Scoring:
         gguf_pre=arguments.gguf_pre,
         dropout=0.0,  # the key is for sampled labels alone
     )
-    if arguments.model in ("t5-bytes", "flan-t5-xl"):
+    if arguments.model in ("t5-bytes", "flan-t5-xl") and is_named(arguments.model):
         raise ValueError(
             f"{arguments.model} has no weights that were trained: give the folder of a checkpoint"
         )
-    family, pretrained = family_of(like), load_model(like)
+    family = family_of(like)
     kind = PairReader if isinstance(family, EncoderDecoderFamily) else RecordReader
+    for name in kind.unread:
+        if getattr(arguments, name) != getattr(InfluenceArguments, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is for pairs, and {arguments.model} is a decoder")
+    if arguments.memory is not None:
+        parse_bytes(arguments.memory, name="--memory")
+    pretrained = load_model(like)
     reader = kind(arguments, pretrained)
     train, queries = reader.read(arguments.train, "text"), reader.read(arguments.queries, "query")
     return Scoring(arguments, family, pretrained, reader, train, queries, _crc(pretrained.params))

@@ -15,7 +15,7 @@ from jaxkfac._arguments import ArrayTree
 from jaxkfac._errors import UnknownLayerError
 from jaxkfac.blocks import PLAIN_TERMS, Factors, LongSum
 from jaxkfac.curvature.per_example import Queries
-from jaxkfac.jobs.cli._progress import phase, progress
+from jaxkfac.jobs.cli._progress import announced, phase, progress, said_if_slow
 from jaxkfac.jobs.cli.influence._options import InfluenceArguments
 from jaxkfac.jobs.cli.influence._stages import Stages
 from jaxkfac.jobs.cli.influence._texts import NumberedText, ScoredTexts, TextReader
@@ -158,7 +158,8 @@ def decomposed(scoring: Scoring, stages: Stages, like: jk.Factors) -> jk.Eigenba
 
     def make() -> jk.Eigenbases:
         factors = [stages.tree("factors", config, like, lambda: _collected(scoring))]
-        with phase("decomposing the factors"):
+        doing = "decomposing the factors"
+        with phase(doing), said_if_slow(f"influence: {doing}"):
             bases = _decomposed_in_turn(factors)
         return _measured(scoring, bases) if scoring.arguments.ekfac else bases
 
@@ -210,10 +211,11 @@ def _collected(scoring: Scoring) -> jk.Factors:
         collect, add = jax.jit(collect), jax.jit(operator.add, donate_argnums=0)
     total: Any = None
     done, batches = 0, -(-len(texts) // arguments.batch_size)
-    doing = "collecting factors"
+    doing, announce = "collecting factors", announced("factors")
     with phase(doing), _explained(arguments), progress("factors", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
-            new = collect(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
+            with announce(batch):
+                new = collect(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
             if total is None:
                 total = summed_from(new, batches, on_host=on_host)
             else:
@@ -243,10 +245,11 @@ def _measured(scoring: Scoring, bases: jk.Eigenbases) -> jk.Eigenbases:
     # Use other sampled labels than the factors did.
     key, run = jax.random.split(jax.random.key(scoring.arguments.seed))[0], jax.jit(correct)
     add: Any = jax.jit(operator.add, donate_argnums=0)
-    total, done, texts = None, 0, scoring.chosen()
+    total, done, texts, announce = None, 0, scoring.chosen(), announced("eigenvalues")
     with phase("measuring eigenvalues"), progress("eigenvalues", len(texts)) as shown:
         for number, batch in enumerate(scoring.batches(texts, fill=False)):
-            new = run(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
+            with announce(batch):
+                new = run(scoring.pretrained.params, batch, jax.random.fold_in(key, number))
             # Not the + of the bases: over very many batches float32 would lose digits.
             total = add(LongSum.zeros(new.corrections) if total is None else total, new.corrections)
             done += len(batch[1])
@@ -260,7 +263,8 @@ def prepared(scoring: Scoring, bases: jk.Eigenbases) -> Queries:
     arguments = scoring.arguments
     batches = [*scoring.reader.batches(scoring.queries.texts, fill=False)]
     all_queries = jax.tree.map(lambda *x: np.concatenate(x), *batches)
-    with phase("preconditioning the queries"), _explained(arguments):
+    doing = "preconditioning the queries"
+    with phase(doing), said_if_slow(f"influence: {doing}"), _explained(arguments):
         return jk.prepare_queries(
             scoring.objective,
             scoring.pretrained.params,

@@ -66,10 +66,12 @@ class TextReader(abc.ABC):
     Attributes:
         layers: Full-match pattern of the layers that count by default; ``None`` means all.
         tokens_of: Full-match pattern of the layers whose rows are the shaded tokens.
+        unread: Options that this kind of model has no use for.
     """
 
     layers: str | None = None
     tokens_of: str | None = None
+    unread: tuple[str, ...] = ()
 
     def __init__(self, arguments: InfluenceArguments, pretrained: Any) -> None:
         self._arguments, self._pretrained = arguments, pretrained
@@ -146,12 +148,10 @@ class TextReader(abc.ABC):
 class RecordReader(TextReader):
     """Reads records for a decoder."""
 
+    unread = ("prefix", "source_key", "target_key", "max_target_length")
+
     def _examples(self, path: Path) -> Iterator[tuple[int, tuple[Example, bool]]]:
         longest, arguments = self._arguments.max_length, self._arguments
-        for name in ("prefix", "source_key", "target_key"):
-            if getattr(arguments, name):
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} is for pairs, and {arguments.model} is a decoder")
         if longest > (context := self._pretrained.config.longest):
             raise ValueError(
                 f"max_length {longest} is longer than the model's context, {context} tokens: "
