@@ -280,7 +280,7 @@ OTHERS = (
     ),
     Exempt("docs/loops.md", "updates smaller than 0.2 % of a parameter", "half of bfloat16's 2⁻⁸"),
     Exempt("docs/losses.md", "After 300 steps (9 s of CPU time, compilation included)", ONCE),
-    Exempt("docs/losses.md", "(A differs by 12 % in a small network)", ONCE),
+    Exempt("docs/losses.md", "(A by 12 % in a small network)", ONCE),
     Linked(
         "docs/memory.md",
         "a fixed step of the autoencoder of the K-FAC papers takes {:.2f} times as long packed",
