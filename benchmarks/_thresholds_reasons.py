@@ -19,7 +19,7 @@ _KEYS_BY_REASON = {
     "It finds a layer or refuses a parameter by name, before any number.": (
         "jaxkfac/kinds/_experts.py:Gathered.find: atoms & picked != (atoms if is_row[d] else set())",
         "jaxkfac/kinds/_experts.py:Gathered.find: any((every.count(a) != 1 for axis in view.picked.rows for a in table.atoms(axis)))",
-        "jaxkfac/kinds/_experts.py:Ragged.find: list(positions) != [1] or not (plain and of_rows and (len(numbers.rhs_group_dimensions) == 1))",
+        "jaxkfac/kinds/_experts.py:Ragged.find: at.operand != 1 or not (plain and of_rows and (len(numbers.rhs_group_dimensions) == 1))",
         "jaxkfac/kinds/_embedding.py:Embedding.find: any((view.axes[axis] == j.array_axis for j in view.joins))",
     ),
     "It decides when or where work is done; jaxkfac/curvature/host/_schedule_test.py and _service_test.py compare its steps.": (
