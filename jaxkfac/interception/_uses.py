@@ -45,7 +45,6 @@ def uses_of(table: AxisTable, eqn: Eqn, ins: Sequence[Value], scope: Scope) -> l
     for position in positions:
         for view in views_in(ins[position]):
             alone = [*ins[:position], view, *ins[position + 1 :]]
-
             use = _use_of(kind, table, UseSite(eqn, position, scope), alone)
             if isinstance(use, str):
                 return use
