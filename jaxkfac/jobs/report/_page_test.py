@@ -136,7 +136,7 @@ def test_the_answer_says_who_won_by_how_much_and_when():
     runs = {"adamw": _run(2.0), "kfac": _run(accuracy=0.98)}
     held_out, loss = train_answer(runs, 400)
     assert held_out == (
-        "K-FAC has won on held-out examples: 98.0% against 90.0% of the held-out examples for "
+        "K-FAC has won on the test examples: 98.0% against 90.0% of the test examples for "
         "AdamW (8.0 points, 95 % interval 4.8 to 11.5)."
     )
     assert loss == (
