@@ -129,6 +129,8 @@ def test_the_ranks_figure_shows_the_rank_of_every_depth(monkeypatch):
     ranks_figure(records)
     (row,) = dots(shown[0].axes[0])  # of two blocks: one row, not a line over depth
     np.testing.assert_allclose([row.get_xdata(), row.get_ydata()], [[2.0, 1.0], [0, 0]])
+    ticks = [label.get_text() for label in shown[0].axes[0].get_xticklabels()]
+    assert {"1", "2", "5"} <= {*ticks}  # not powers of ten with a factor
     ranks_figure([*records, *(r for i in (2, 3, 4) for r in record(f"b/{i}/w", values=(1.0, 0.0)))])
     (line,) = dots(shown[1].axes[0])
     np.testing.assert_allclose(line.get_ydata(), [2.0, 1.0, 1.0, 1.0, 1.0])

@@ -231,6 +231,8 @@ def _draw_ranks(axis: Any, family: FactorFamily) -> None:
 
 def _rank_rows(rows: Sequence[FactorFamily]) -> bytes:
     """A row for each factor, with its rank as a dot and its size as a bar."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     with new_figure(0.18 * len(rows) + 1.1) as figure:
         axis = figure.subplots()
         for y, family in enumerate(rows):
@@ -241,6 +243,9 @@ def _rank_rows(rows: Sequence[FactorFamily]) -> bytes:
             axis.plot(sizes, [y] * len(sizes), "|", color=color, markersize=8)
         _name_rows(axis, rows)
         axis.set(xscale="log", xlabel="entropy rank (dots) and size (bars)")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         return svg_bytes(figure)
 
 
