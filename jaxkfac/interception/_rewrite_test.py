@@ -240,6 +240,20 @@ def test_runs_with_operands_in_other_places_are_two_functions():
     assert len(set(runs(fn, [jnp.ones((3, 3))] * 3, ROWS))) == 2
 
 
+def test_runs_that_differ_in_a_parameter_of_an_equation_are_two_functions():
+    fn = lambda params, x: ((x @ params[0]) ** 3 @ params[1]) ** 4
+    assert len(set(runs(fn, [jnp.ones((3, 3))] * 2, ROWS))) == 2
+
+
+def test_runs_of_which_other_results_are_read_are_two_functions():
+    def fn(params, x):
+        x = jnp.cos(jnp.sin(x @ params[0]))
+        sine = jnp.sin(x @ params[1])
+        return jnp.cos(sine) @ params[2], sine
+
+    assert len(set(runs(fn, [jnp.ones((3, 3))] * 3, ROWS))) == 2
+
+
 def test_runs_with_effects_are_not_shared(capfd):
     def fn(params, x):
         for w in params:

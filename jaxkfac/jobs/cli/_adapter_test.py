@@ -18,7 +18,13 @@ def test_every_module_has_a_row_with_its_numbers(tmp_path, capsys):
     save(tmp_path, {"layers/q_proj/kernel": CURVED}, Config(rank=3), name="task")
     run_adapter(AdapterArguments("inspect", tmp_path, name="task"))
     shown = capsys.readouterr().out
-    assert "layers.0.q_proj" in shown and "LSLORA adapter 'task'" in shown and "-0.25" in shown
+    title, _, heading, head, *blocks = shown.splitlines()[:6]
+    assert (title, heading) == ("LSLORA adapter 'task'", "layers.*.q_proj: 4 → 5, rank 3")
+    assert head.split() == "block c0 c1 c2 c3 σ deviation nonlin.".split()
+    assert [b.split() for b in blocks] == [
+        "0 0 1 0 0 1 0 0".split(),
+        "1 0.5 1 -0.25 0 3 0.188 0.25".split(),
+    ]
     run_adapter(AdapterArguments("inspect", tmp_path, name="task", json=True))
     found = json.loads(capsys.readouterr().out)
     assert found["config"]["fourier_placement"] == "output"
@@ -41,12 +47,28 @@ def test_slices_are_counted(tmp_path, capsys):
     assert list(rows) == [f"layers.{i}.q_proj" for i in range(12)]
 
 
-def test_long_names_of_modules_are_whole_where_lines_are_short(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    save(tmp_path, {"model/layers/self_attn/q_proj/kernel": CURVED}, Config(rank=3))
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_lines_of_a_decoders_adapter_are_whole_and_fit_eighty_columns(
+    columns, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    small = CURVED._replace(coefficients=-1.2345e-5 * (1 + CURVED.coefficients))
+    name = "decoder/model/layers/self_attn/q_proj/kernel"
+    save(tmp_path, {name: small, name.replace("q", "up"): small}, Config(rank=3))
     run_adapter(AdapterArguments("inspect", tmp_path))
-    (row,) = [x for x in capsys.readouterr().out.split("\n") if "layers.1.self_attn.q_proj" in x]
-    assert row.split() == "model.layers.1.self_attn.q_proj 3 4 5 0.5 1 -0.25 0 3 0.188 0.25".split()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "decoder.model.layers.*.self_attn.up_proj: 4 → 5, rank 3" in lines
+    numbers = "1 -1.85e-05 -2.47e-05 -9.26e-06 -1.23e-05 3 0.25 2.16e-05".split()
+    assert [line.split() for line in lines].count(numbers) == 2
+
+
+def test_a_family_has_one_size_and_one_rank(tmp_path, capsys):
+    wide = CURVED._replace(b=jnp.ones((2, 3, 6)))
+    save(tmp_path, {"a/0/q/kernel": CURVED, "a/1/q/kernel": wide}, Config(rank=3))
+    run_adapter(AdapterArguments("inspect", tmp_path))
+    shown = capsys.readouterr().out
+    assert ": 4 → 5, rank 3" in shown and ": 4 → 6, rank 3" in shown
 
 
 def test_plain_lora_is_said_to_be_plain(tmp_path, capsys):

@@ -122,7 +122,7 @@ def capacity_report(arguments: AnalyzeArguments, restored: Restored) -> Capacity
             measure(restored, factors) for factors in held_out(restored, arguments.batches)
         ]
         size = len(restored.problem.test.labels) // arguments.batches
-        description = f"{arguments.batches} batches of {size} held-out examples"
+        description = f"{arguments.batches} batches of {size} test examples"
         report = report._replace(interval=jk.capacity_interval(batch_metrics), batches=description)
     if arguments.compare is not None:
         checkpoint = load_checkpoint(arguments.compare)
@@ -135,7 +135,7 @@ def capacity_report(arguments: AnalyzeArguments, restored: Restored) -> Capacity
 
 
 def held_out(restored: Restored, batches: int) -> Iterator[jk.Factors]:
-    """Factors of the parameters on each of ``batches`` equal batches of the held-out examples.
+    """Factors of the parameters on each of ``batches`` equal batches of the test examples.
 
     Examples are shuffled, without repetition; those that do not fill a batch are left out.
 
@@ -145,7 +145,7 @@ def held_out(restored: Restored, batches: int) -> Iterator[jk.Factors]:
     data, seed = restored.problem.test, restored.experiment.seed
     size = len(data.labels) // batches
     if size == 0:
-        raise ValueError(f"batches must be at most {len(data.labels)} (held-out examples)")
+        raise ValueError(f"batches must be at most {len(data.labels)} (test examples)")
     order = np.random.Generator(np.random.Philox(seed)).permutation(len(data.labels))
     statistics, key = jax.jit(restored.problem.statistics), jax.random.key(seed)
     for i in range(batches):

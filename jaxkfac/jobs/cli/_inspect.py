@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,14 @@ def run_adapter(arguments: AdapterArguments) -> None:
         print(json.dumps({"config": record, "modules": rows}, allow_nan=False))
         return
     console = Console()
-    table = _table(rows, phi, f"{record['peft_type']} adapter {arguments.name!r}")
-    # A line too long for the terminal is wrapped by it; a squeezed column would be lost.
-    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    Console(width=max(console.width, needed)).print(table)
+    title = f"{record['peft_type']} adapter {arguments.name!r}"
+    console.print(title, soft_wrap=True, markup=False, highlight=False)
+    for heading, table in _families(rows, phi) if phi else [("", _sizes(rows))]:
+        if heading:
+            console.print(f"\n{heading}", soft_wrap=True, markup=False, highlight=False)
+        # A line too long for the terminal is wrapped by it; a squeezed column would be lost.
+        needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+        Console(width=max(console.width, needed)).print(table)
     settings = ("r", "lora_alpha", *(() if phi is None else phi.settings))
     shown_settings = [f"{key} {record[key]}" for key in settings if key in record]
     plain = "" if phi else "; plain LoRA: there is no nonlinearity"
@@ -88,16 +93,38 @@ def _numbers(diagnosis: Diagnosis | None) -> dict[str, Any]:
     }
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]], phi: Nonlinearity | None, title: str) -> Table:
-    head = ["module", "rank", "in", "out"]
-    if phi is not None:
-        head += [*(f"c{i}" for i in range(len(phi.initial))), *_NUMBERS.values()]
-    cells = []
+_BLOCK = re.compile(r"(?<![^.])\d+(?![^.])")  # a number between the dots of a module's name
+
+
+def _families(
+    rows: Mapping[str, Mapping[str, Any]], phi: Nonlinearity
+) -> Iterator[tuple[str, Table]]:
+    """For modules that differ in their block alone: their name and sizes, and a row for each.
+
+    With the names and sizes in every row, lines would have more than 80 characters.
+    """
+    families: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for module, row in rows.items():
-        sizes = [str(row[key]) for key in ("rank", "in", "out")]
-        numbers = [*row.get("coefficients", ()), *(row[k] for k in _NUMBERS if k in row)]
-        cells.append([module, *sizes, *(f"{x:.3g}" for x in numbers)])
-    return terminal_table(title, head, cells, no_wrap=True)
+        family = (_BLOCK.sub("*", module), row["in"], row["out"], row["rank"])
+        numbers = [*row.get("coefficients", ()), *(row[key] for key in _NUMBERS if key in row)]
+        families.setdefault(family, {})[module] = [f"{x:.3g}" for x in numbers]
+    head = ["block", *(f"c{i}" for i in range(len(phi.initial))), *_NUMBERS.values()]
+    for (name, inputs, outputs, rank), members in families.items():
+        name = name if len(members) > 1 else next(iter(members))
+        blocks = [".".join(_BLOCK.findall(module)) for module in members]
+        cells = [[block, *numbers] for block, numbers in zip(blocks, members.values(), strict=True)]
+        yield (
+            f"{name}: {inputs} → {outputs}, rank {rank}",
+            terminal_table("", head, cells, no_wrap=True),
+        )
+
+
+def _sizes(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each module of an adapter without a nonlinearity."""
+    cells = [
+        [module, *(str(row[key]) for key in ("rank", "in", "out"))] for module, row in rows.items()
+    ]
+    return terminal_table("", ["module", "rank", "in", "out"], cells, no_wrap=True)
 
 
 # ---------------- `jaxkfac models`: which pretrained weights are known, and which are here

@@ -214,8 +214,9 @@ class TrainArguments:
     Ctrl-C finishes the current epoch and saves it; --resume then gives the same result as an
     uninterrupted run. A second Ctrl-C stops at once and keeps the last checkpoint.
 
-    The report compares the time to 3 % error on the validation images. Choose settings by the
-    validation images, not by the test images.
+    The log shows accuracy on the validation images, and the report compares the time to 3 % error
+    on them. Choose settings by the validation images, not by the test images, whose accuracy is in
+    the final table.
 
     Examples: K-FAC alone with more damping, and adaptive K-FAC over three seeds:
     `jaxkfac train --optimizer kfac --kfac.damping 3e-3 --output runs/damped`,
@@ -364,7 +365,7 @@ class AnalyzeArguments:
     compare: Path | None = None
     """Checkpoint or model to compare with; shows what has changed from it to this one."""
     batches: int | None = None
-    """For a checkpoint: split the held-out examples into this many batches; show 95 % intervals."""
+    """For a checkpoint: split the test examples into this many batches; show 95 % intervals."""
     plan: bool = False
     """For a model: print the memory the analysis needs, computed from shapes, and stop."""
     device_bytes: str | None = None

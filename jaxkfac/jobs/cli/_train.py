@@ -136,10 +136,7 @@ def _train_to_the_end(
         def each_epoch(state: TrainedState) -> None:
             before, latest[0] = latest[0], state
             last = state.records.epochs[-1]
-            told = f"loss {last.train_loss:.4f}  test {last.test_accuracy:.2%}"
-            told += "".join(f"  rate {rate:.2g}" for rate in state.records.learning_rates[-1:])
-            norm = number(state.records.gradient_norms[-1])
-            shown.advance(state.step, f"{told}  gradient {norm}")
+            shown.advance(state.step, _epoch_text(state.records))
             if before.step == first and state.step < total:
                 spent = last.seconds - sum(x.seconds for x in before.records.epochs[-1:])
                 shown.say(time_left(spent / (state.step - first), total - state.step))
@@ -161,6 +158,14 @@ def _train_to_the_end(
                 writer.wait()  # a checkpoint may still be being written
                 say_nothing_saved(folder)
             raise
+
+
+def _epoch_text(records: RunRecords) -> str:
+    """What the log says of the last epoch; settings are chosen by it, so it has no test images."""
+    last = records.epochs[-1]
+    text = f"loss {last.train_loss:.4f}  validation {last.validation_accuracy:.2%}"
+    text += "".join(f"  rate {rate:.2g}" for rate in records.learning_rates[-1:])
+    return f"{text}  gradient {number(records.gradient_norms[-1])}"
 
 
 def _start(

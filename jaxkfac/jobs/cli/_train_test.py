@@ -22,6 +22,7 @@ from jaxkfac.jobs.cli import _train as train_module
 from jaxkfac.jobs.cli import main
 from jaxkfac.jobs.cli._checkpoint import load_checkpoint
 from jaxkfac.jobs.cli._paths import find_checkpoint
+from jaxkfac.jobs.report import EpochRecord, RunRecords
 
 TINY = [
     *("--model.width", "8", "--model.hidden", "8", "--model.depth", "1"),
@@ -94,6 +95,12 @@ def test_a_run_writes_report_metrics_and_checkpoints(finished):
     assert sum(row["share"] for row in metrics["coverage"]) == pytest.approx(1.0)
     assert {s["side"] for s in metrics["spectra"]} == {"A", "G", "diagonal"}
     assert "K-FAC" in (finished / "report.html").read_text()
+
+
+def test_the_log_shows_the_accuracy_by_which_settings_are_chosen():
+    epoch = EpochRecord(4, 256, 1.0, 0.5, 0.91, 0.6, 0.92, 0.7, 0.93)
+    text = train_module._epoch_text(RunRecords([0.5], [epoch], 0.0, 0, [2.0], [1e-3]))
+    assert text == "loss 0.5000  validation 93.00%  rate 0.001  gradient 2"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The analysis of a pretrained model: its record, tables, figures and page."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
@@ -19,9 +20,11 @@ from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._layer_table import TableOfLayers
 from jaxkfac.jobs.report._page import (
     LEAST_POINTS,
-    figure_html,
-    new_figure,
-    svg_bytes,
+    LINE_COLORS,
+    Axis,
+    Line,
+    panel_html,
+    panels_html,
     table_html,
     terminal_table,
 )
@@ -201,29 +204,28 @@ _MEASURES = {
 }
 
 
-def depth_figure(stack: DepthStack) -> bytes:
-    """Entropy rank, participation ratio and trace of each layer, from the first block to the last.
-
-    Returns:
-        The figure as SVG.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    with new_figure(3.2) as figure:
-        axes = figure.subplots(1, len(_MEASURES))
-        marker = "o-" if stack.depth <= 40 else "-"
-        for axis, (measure, title) in zip(axes, _MEASURES.items(), strict=True):
-            for name, records in stack.layers.items():
-                values = [max(getattr(record, measure), 1e-30) for record in records]
-                axis.plot(range(stack.depth), values, marker, markersize=2.5, label=name)
-            axis.set_yscale("log")
-            axis.set_title(title)
-            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            axis.set_xlabel("block")
-            axis.set_axisbelow(True)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=4)
-        return svg_bytes(figure)
+def _depth_panels(stack: DepthStack) -> str:
+    """A row of panels for each part of a block, such as its attention, from the first block on."""
+    parts: dict[str, dict[str, tuple[CapacityRecord, ...]]] = {}
+    for name, records in stack.layers.items():
+        part, _, layer = name.rpartition("/")
+        parts.setdefault(part, {})[layer] = records
+    rows = []
+    for part, layers in parts.items():
+        colors = dict(zip(layers, itertools.cycle(LINE_COLORS), strict=False))
+        panels = []
+        for measure, title in _MEASURES.items():
+            lines = [
+                Line(
+                    layer, range(stack.depth), [getattr(x, measure) for x in records], colors[layer]
+                )
+                for layer, records in layers.items()
+            ]
+            above = f"{part}: {title}" if part else title.capitalize()
+            panels.append(panel_html(above, lines, Axis("block"), Axis("", log=True)))
+        legend = [(color, layer) for layer, color in colors.items()]
+        rows.append(panels_html(panels, legend=legend))
+    return "".join(rows)
 
 
 # ---------------- tables for the terminal
@@ -375,11 +377,16 @@ def curvature_answer(spectra: Sequence[SpectrumRecord], report: CapacityReport) 
     if spectra:
         singular = sum(record.condition_raw is None for record in spectra)
         raised = sum(record.raised > 0 for record in spectra)
+        finite = [x.condition_raw for x in spectra if x.condition_raw is not None]
+        conditions = (
+            f"condition numbers of its {len(spectra):,} factors range over {_range(finite)}"
+        )
+        if singular == len(spectra):
+            conditions = f"the condition numbers of all its {len(spectra):,} factors are infinite"
+        elif singular:
+            conditions += f", and {singular:,} are infinite"
         sentences.append(
-            f"Before clipping, condition numbers of its {len(spectra):,} factors range over "
-            f"{_range([x.condition_raw for x in spectra if x.condition_raw is not None])}"
-            f"{f', and {singular:,} are infinite' if singular else ''}; clipping raises "
-            f"eigenvalues in {raised:,} of them."
+            f"Before clipping, {conditions}; clipping raises eigenvalues in {raised:,} of them."
         )
     return [*sentences, *capacity_sentences(report)]
 
@@ -464,10 +471,10 @@ def _depth(record: AnalysisRecord) -> list[str]:
         if stack.depth < LEAST_POINTS:
             sections.append(f"<h2>Depth: {escape(stack.name)}</h2>{table}")
             continue
-        caption = f"{_depth_sentence(stack)} {_DEPTH}"
-        figure = figure_html(depth_figure(stack), f"Capacity of {stack.name} over depth", caption)
+        caption = f"<p>{escape(f'{_depth_sentence(stack)} {_DEPTH}')}</p>"
         sections.append(
-            f"<h2>Depth: {escape(stack.name)}</h2>{figure}<details><summary>Block by block: "
-            f"entropy rank of each layer, and trace</summary>{table}</details>"
+            f"<h2>Depth: {escape(stack.name)}</h2>{_depth_panels(stack)}{caption}<details>"
+            "<summary>Block by block: entropy rank of each layer, and trace</summary>"
+            f"{table}</details>"
         )
     return sections

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +19,14 @@ from jaxkfac.jobs.report import (
     ModelMemory,
     analysis_page,
     coverage_rows,
+    curvature_answer,
     memory_plan_table,
     spectrum_records,
 )
 from jaxkfac.jobs.report._analysis import (
+    _MEASURES,
+    DepthStack,
+    _depth_panels,
     depth_table,
     exact_lines,
     spectra_summary_table,
@@ -116,6 +121,29 @@ def test_depth_has_a_row_for_each_block_whose_shares_are_one(stacked):
     assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"]
     assert sum(float(row[-1].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
     assert "model/layers: entropy rank" in printed(depth_table(stacked.capacity))
+
+
+def test_depth_has_a_row_of_panels_for_each_part_of_a_block():
+    blocks = [
+        SimpleNamespace(entropy_rank=1.0 + i, participation_ratio=2.0, trace=3.0) for i in range(5)
+    ]
+    layers = dict.fromkeys(("attention/q", "attention/k", "mlp/up"), blocks)
+    panels = _depth_panels(DepthStack("model/layers", layers))
+    titles = [
+        f"{part}: {measure}" for part in ("attention", "mlp") for measure in _MEASURES.values()
+    ]
+    assert re.findall("<figcaption>(.*?)</figcaption>", panels) == titles
+    drawn = re.findall(r'class="line (\w+)" data-label="(\w+)"', panels)
+    assert drawn == [("a", "q"), ("adamw", "k")] * 3 + [("a", "up")] * 3
+    assert re.findall(r'key (\w+)"></i>(\w+)', panels) == [("a", "q"), ("adamw", "k"), ("a", "up")]
+
+
+def test_conditions_that_are_all_infinite_have_no_range(stacked):
+    infinite = [record._replace(condition_raw=None) for record in stacked.spectra]
+    _, said, *_ = curvature_answer(infinite, stacked.capacity)
+    assert said.startswith("Before clipping, the condition numbers of all its 10 factors are infi")
+    _, said, *_ = curvature_answer([*infinite[1:], stacked.spectra[0]], stacked.capacity)
+    assert "range over" in said and ", and 9 are infinite" in said
 
 
 @pytest.mark.slow

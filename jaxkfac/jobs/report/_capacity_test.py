@@ -28,7 +28,7 @@ from jaxkfac.jobs.report._capacity import (
     curvature_table,
     model_table,
 )
-from jaxkfac.jobs.report._factor_figures import conditions_figure, ranks_figure
+from jaxkfac.jobs.report._factor_figures import conditions_figure, ranks_figure, spectra_figure
 from jaxkfac.jobs.report._spectra import _of_side, families, joined
 
 LAYERS = (layer("up/kernel", (2, 4, 3), stack=1), layer("down/kernel", (3, 2)))
@@ -104,7 +104,7 @@ def test_readers_of_one_folder_are_listed_behind_it():
     ids=["none", "zero", "infinite", "deep"],
 )
 def test_figures_draw_what_is_degenerate(records):
-    for figure in (ranks_figure, conditions_figure):
+    for figure in (spectra_figure, ranks_figure, conditions_figure):
         assert figure(records).startswith(b"<?xml")
 
 
@@ -129,9 +129,29 @@ def test_the_ranks_figure_shows_the_rank_of_every_depth(monkeypatch):
     ranks_figure(records)
     (row,) = dots(shown[0].axes[0])  # of two blocks: one row, not a line over depth
     np.testing.assert_allclose([row.get_xdata(), row.get_ydata()], [[2.0, 1.0], [0, 0]])
+    ticks = [label.get_text() for label in shown[0].axes[0].get_xticklabels()]
+    assert {"1", "2", "5"} <= {*ticks}  # not powers of ten with a factor
     ranks_figure([*records, *(r for i in (2, 3, 4) for r in record(f"b/{i}/w", values=(1.0, 0.0)))])
     (line,) = dots(shown[1].axes[0])
     np.testing.assert_allclose(line.get_ydata(), [2.0, 1.0, 1.0, 1.0, 1.0])
+
+
+def test_the_spectra_figure_lists_factors_with_fewer_than_five_eigenvalues(monkeypatch):
+    shown = []
+    monkeypatch.setattr(_factor_figures, "svg_bytes", lambda f: shown.append(f) or b"")
+    five = record("a/w", values=(1.0, 2.0, 3.0, 4.0, 5.0))
+    four, stack = record("b/w", "G", values=(1.0, 3.0, 2.0, 0.0)), record("c/w", slices=3)
+    spectra_figure([*five, *four, *stack])
+    above, below = shown[0].subfigs
+    titles = [axis.get_title(loc="left") for axis in above.axes if axis.lines]
+    assert titles == ["a/w\nA, inputs"]
+    texts = [written.get_text() for written in below.texts]
+    assert texts[6:] == ["c/w", "A, inputs", "3 factors of 2: 2 … 1"]
+    assert texts[3:6] == ["b/w", "G, output gradients", "3, 2, 1, 0 (1 raised)"]
+    spectra_figure(five)
+    assert not shown[1].subfigs and len(shown[1].axes) == _factor_figures.COLUMNS
+    spectra_figure(four)
+    assert not shown[2].axes and len(shown[2].texts) == 6
 
 
 @pytest.mark.slow

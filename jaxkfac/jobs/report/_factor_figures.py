@@ -36,21 +36,33 @@ def spectra_figure(records: Sequence[SpectrumRecord]) -> bytes:
     Slices of a stacked layer, and layers whose names differ only in a number, share a panel with
     later ones lighter. A panel shows at most 16 of them and 256 eigenvalues of each. An input
     factor that several layers share is drawn once. Non-positive values cannot be drawn on a
-    logarithmic axis; the panel states how many there are.
+    logarithmic axis; the panel states how many there are. Factors with fewer than five eigenvalues
+    are a table below the panels.
 
     Returns:
         The figure as SVG.
     """
-    titled = panels(records)
-    rows = max(math.ceil(len(titled) / COLUMNS), 1)
-    with new_figure(1.75 * rows + 0.3) as figure:
-        axes = figure.subplots(rows, COLUMNS, squeeze=False)
-        for axis in axes.flat[len(titled) :]:
-            axis.set_axis_off()
-        for axis, (title, members) in zip(axes.flat, titled, strict=False):
-            _draw_spectra(axis, title, members)
-        figure.supxlabel("rank of the eigenvalue", fontsize=9)
-        figure.supylabel("eigenvalue", fontsize=9)
+    drawn, few = [], []
+    for title, members in panels(records):
+        is_drawn = max(len(record.raw) for record in members) >= LEAST_POINTS
+        (drawn if is_drawn else few).append((title, members))
+    rows = math.ceil(len(drawn) / COLUMNS)
+    heights = [1.75 * rows + 0.6 if rows else 0.0, 0.17 * len(few) + 0.4 if few else 0.0]
+    with new_figure(sum(heights) or 0.4) as figure:
+        upper, lower = figure, figure
+        if rows and few:
+            upper, lower = figure.subfigures(2, height_ratios=heights)
+        if rows:
+            axes = upper.subplots(rows, COLUMNS, squeeze=False)
+            for axis in axes.flat[len(drawn) :]:
+                axis.set_axis_off()
+            for axis, (title, members) in zip(axes.flat, drawn, strict=False):
+                _draw_spectra(axis, title, members)
+            upper.supxlabel("rank of the eigenvalue", fontsize=9)
+            upper.supylabel("eigenvalue", fontsize=9)
+            _spectra_legend(upper)
+        if few:
+            _few_eigenvalues(lower, few)
         return svg_bytes(figure)
 
 
@@ -92,16 +104,46 @@ def _curves(members: Sequence[SpectrumRecord]) -> tuple[list[_Curve], list[str]]
 
 
 def _draw_spectra(axis: Any, title: str, members: list[SpectrumRecord]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     color, (curves, notes) = SIDES[members[0].side], _curves(members)
     for _, place, ranks, raw, clipped in curves:
         alpha, positive = 1.0 - 0.6 * place, [x if x > 0 else math.nan for x in raw]
         axis.plot(ranks, clipped, color=color, alpha=alpha, linewidth=1.2)
         axis.plot(ranks, positive, ".", color=MUTED, alpha=alpha, markersize=2.2, markeredgewidth=0)
     axis.set_title(title, fontsize=8, linespacing=1.25)
+    axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axis.set_axisbelow(True)
     style = {"transform": axis.transAxes, "fontsize": 8, "color": MUTED}
     axis.text(0.04, 0.06, "\n".join(notes), ha="left", va="bottom", **style)
     _whole_decades(axis, members)
+
+
+def _spectra_legend(figure: Any) -> None:
+    from matplotlib.lines import Line2D
+
+    dot = Line2D([], [], color=MUTED, linestyle="", marker=".", label="as decomposed")
+    line = Line2D([], [], color=MUTED, linewidth=1.2, label="after clipping")
+    figure.legend(handles=[dot, line], loc="outside upper right", ncols=2)
+
+
+def _few_eigenvalues(figure: Any, few: Sequence[tuple[str, list[SpectrumRecord]]]) -> None:
+    """A row for each factor that has too few eigenvalues for a panel, with their values."""
+    rows = [("Fewer than five eigenvalues, as decomposed", "", "", MUTED)]
+    for title, members in few:
+        name, _, side = title.partition("\n")
+        values = sorted((value for record in members for value in record.raw), reverse=True)
+        shown = ", ".join(map(number, values))
+        if len(members) > 1:
+            each = f"{len(members)} factors of {len(members[0].raw)}"
+            shown = f"{each}: {number(values[0])} … {number(values[-1])}"
+        raised = sum(record.raised for record in members)
+        shown += f" ({raised} raised)" if raised else ""
+        rows.append((shortened(name, 44), side, shown, SIDES[members[0].side]))
+    for i, (*cells, color) in enumerate(rows):
+        for x, cell in zip((0.01, 0.36, 0.53), cells, strict=True):
+            y = 1 - (i + 0.6) / (len(rows) + 0.4)
+            figure.text(x, y, cell, color=color, fontsize=8, va="center")
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -189,6 +231,8 @@ def _draw_ranks(axis: Any, family: FactorFamily) -> None:
 
 def _rank_rows(rows: Sequence[FactorFamily]) -> bytes:
     """A row for each factor, with its rank as a dot and its size as a bar."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     with new_figure(0.18 * len(rows) + 1.1) as figure:
         axis = figure.subplots()
         for y, family in enumerate(rows):
@@ -199,6 +243,9 @@ def _rank_rows(rows: Sequence[FactorFamily]) -> bytes:
             axis.plot(sizes, [y] * len(sizes), "|", color=color, markersize=8)
         _name_rows(axis, rows)
         axis.set(xscale="log", xlabel="entropy rank (dots) and size (bars)")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         return svg_bytes(figure)
 
 
@@ -392,28 +439,6 @@ def _spectrum(title: str, members: Sequence[SpectrumRecord]) -> str:
 
 
 # ---------------- all figures, by file name
-
-
-# {name: (alternative text, caption)}
-WORDS = {
-    "spectra": (
-        "Eigenvalues of every factor before and after clipping",
-        "Dots: eigenvalues, as decomposed. Lines: after clipping. All depths of a layer share a "
-        "panel, later ones lighter.",
-    ),
-    "ranks": (
-        "Entropy rank of every factor over depth",
-        "Entropy rank, exp(entropy) of the normalized eigenvalues, over depth: the slice of a "
-        "stacked layer, or the order of layers whose names differ in a number. Dashed: the "
-        "factor's size.",
-    ),
-    "conditions": (
-        "Condition number of every factor before and after clipping",
-        "Condition number before (open) and after clipping (filled). Where the smallest "
-        "eigenvalue is not positive it is infinite. An input that several layers read is shown "
-        "once.",
-    ),
-}
 
 
 def factor_figures(records: Sequence[SpectrumRecord]) -> dict[str, bytes]:

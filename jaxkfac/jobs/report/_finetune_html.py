@@ -19,6 +19,7 @@ from jaxkfac.jobs.report._finetune_records import (
 from jaxkfac.jobs.report._html import report_page
 from jaxkfac.jobs.report._page import (
     LEAST_POINTS,
+    LINE_COLORS,
     Axis,
     Line,
     panel_html,
@@ -30,9 +31,6 @@ from jaxkfac.jobs.report._spectra import joined
 from jaxkfac.lslora import Nonlinearity, find_nonlinearity
 
 # ---------------- panels: loss, and the adapter's nonlinearity over the updates
-
-
-_COLORS = ("a", "adamw", "diagonal", "g", "violet", "olive")
 
 
 def loss_panels_html(records: FinetuneRecords) -> str:
@@ -100,7 +98,7 @@ def _panel(
 
 def _colors(records: Sequence[FourierRecord]) -> Iterator[tuple[str, str]]:
     for i, layer in enumerate(records[0].layers):
-        yield layer, _COLORS[i % len(_COLORS)]
+        yield layer, LINE_COLORS[i % len(LINE_COLORS)]
 
 
 def running_mean(losses: Sequence[float], decay: float = 0.85) -> list[float]:

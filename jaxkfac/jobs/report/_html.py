@@ -26,11 +26,11 @@ _Z = 1.959963984540054  # normal quantile of a 95 % interval
 
 
 def train_answer(runs: Mapping[str, RunRecords], num_test: int | None = None) -> list[str]:
-    """Sentences on the runs; the better one on held-out examples comes first.
+    """Sentences on the runs; the better one on the test examples comes first.
 
     Args:
         runs: ``{"kfac" or "adamw": records}``, with epochs.
-        num_test: Number of held-out examples; without it there is no interval.
+        num_test: Number of test examples; without it there is no interval.
     """
     finished = {name: run for name, run in runs.items() if run.epochs}
     if len(finished) < 2:
@@ -67,7 +67,7 @@ def _alone(name: str, run: RunRecords, num_test: int | None) -> str:
         low, high = wilson(last.test_accuracy, num_test)
         ends = f" (95 % interval {low:.1%} to {high:.1%})"
     return (
-        f"{OPTIMIZERS[name][0]} is right on {last.test_accuracy:.1%}{ends} of the held-out "
+        f"{OPTIMIZERS[name][0]} is right on {last.test_accuracy:.1%}{ends} of the test "
         f"examples after {last.step:,} updates and {last.seconds:.1f} s of training."
     )
 
@@ -77,7 +77,7 @@ def _held_out(runs: Mapping[str, RunRecords], best: str, second: str, num_test: 
         runs[name].epochs[-1].test_accuracy for name in (best, second)
     )
     names = OPTIMIZERS[best][0], OPTIMIZERS[second][0]
-    accuracies = f"{first_accuracy:.1%} against {second_accuracy:.1%} of the held-out examples"
+    accuracies = f"{first_accuracy:.1%} against {second_accuracy:.1%} of the test examples"
     if num_test is None:
         return f"{names[0]} is right on {accuracies} ({names[1]})."
     low, high = newcombe(first_accuracy, second_accuracy, num_test)
@@ -87,10 +87,10 @@ def _held_out(runs: Mapping[str, RunRecords], best: str, second: str, num_test: 
     )
     if low <= 0:
         return (
-            f"On held-out examples neither has won: {names[0]} is right on {first_accuracy:.1%}, "
+            f"On the test examples neither has won: {names[0]} is right on {first_accuracy:.1%}, "
             f"{names[1]} on {second_accuracy:.1%} ({points}, which contains zero)."
         )
-    return f"{names[0]} has won on held-out examples: {accuracies} for {names[1]} ({points})."
+    return f"{names[0]} has won on the test examples: {accuracies} for {names[1]} ({points})."
 
 
 def _loss(runs: Mapping[str, RunRecords]) -> str:
@@ -145,7 +145,7 @@ def report_page(
         first: Sections of another kind of run, as HTML, placed before all others.
         plan: Sections on planned memory, as HTML, placed before the measured memory.
         answer: Sentences on the result; by default derived from the runs.
-        num_test: Number of held-out examples of the runs, for intervals in the answer.
+        num_test: Number of test examples of the runs, for intervals in the answer.
         runs_last: Whether the page is about the factors: the runs come after them.
 
     Returns:

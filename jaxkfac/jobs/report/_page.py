@@ -1,6 +1,5 @@
 """Building blocks of the report pages: style, tables, captions and small SVG drawings."""
 
-import base64
 import contextlib
 import importlib.metadata
 import io
@@ -61,7 +60,7 @@ def _packaged_text(name: str) -> str:
 # ---------------- figures in a page
 
 
-__all__ = ["INK", "MUTED", "OPTIMIZERS", "RULE", "SIDES", "data_uri", "new_figure", "svg_bytes"]
+__all__ = ["INK", "MUTED", "OPTIMIZERS", "RULE", "SIDES", "new_figure", "svg_bytes"]
 
 OPTIMIZERS = {"kfac": ("K-FAC", "#1f5a92"), "adamw": ("AdamW", "#c8752d")}
 
@@ -83,18 +82,7 @@ def svg_bytes(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def data_uri(svg: bytes) -> str:
-    """The SVG as a data URI, to embed it in the page."""
-    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
-
-
-# ---------------- tables and captions
-
-
-def figure_html(svg: bytes, alternative: str, caption: str) -> str:
-    """A drawing with its alternative text and its caption."""
-    image = f'<img alt="{escape(alternative)}" src="{data_uri(svg)}">'
-    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+# ---------------- tables
 
 
 def table_html(
@@ -199,6 +187,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 10, 34
 _NAME_HEIGHT, _NAME_WIDTH, _LETTER = 12, 160, 6.1  # of names below a panel
 LEAST_POINTS = 5  # of the longest line of a drawing; fewer are a table
 _MOST_POINTS = 200  # points of a line; a panel has hardly more pixels
+LINE_COLORS = ("a", "adamw", "diagonal", "g", "violet", "olive")  # of lines beside each other
 _LARGEST = 1e300  # beyond it the ends of an axis would not be finite
 _MANY = 24  # number of panels beyond which they scroll
 

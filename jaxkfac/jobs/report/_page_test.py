@@ -136,7 +136,7 @@ def test_the_answer_says_who_won_by_how_much_and_when():
     runs = {"adamw": _run(2.0), "kfac": _run(accuracy=0.98)}
     held_out, loss = train_answer(runs, 400)
     assert held_out == (
-        "K-FAC has won on held-out examples: 98.0% against 90.0% of the held-out examples for "
+        "K-FAC has won on the test examples: 98.0% against 90.0% of the test examples for "
         "AdamW (8.0 points, 95 % interval 4.8 to 11.5)."
     )
     assert loss == (
@@ -181,7 +181,7 @@ def test_names_stand_below_a_panel_as_many_as_fit():
 
 
 def test_a_drawing_of_fewer_than_five_points_is_a_table():
-    level = Line("target", [1, 4], [3.0, 3.0], "muted", level=True)
+    level = Line("target", range(5), [3.0] * 5, "muted", level=True)
     short, long = (Line("K-FAC", range(n), [2.5 + i for i in range(n)]) for n in (4, 5))
     drawn = [panel_html("t", [line, level], Axis("updates"), Axis("%")) for line in (short, long)]
     assert "<svg" not in drawn[0] and drawn[0].count("<td>K-FAC</td>") == 4 and ">5.5<" in drawn[0]

@@ -111,11 +111,15 @@ def at_target(runs: Sequence[RunRecords]) -> tuple[str, str]:
     return updates, seconds
 
 
-def interval(numbers: Sequence[float], form: str) -> str:
-    """A number; for several numbers their mean and, in brackets, its 95 % interval."""
+def interval(numbers: Sequence[float], form: str, *, highest: float = math.inf) -> str:
+    """A number; for several numbers their mean and, in brackets, its 95 % interval.
+
+    The interval is cut off at 0 and at ``highest``, between which the quantity lies.
+    """
     if len(numbers) == 1:
         return format(numbers[0], form)
-    return _text(mean_interval(numbers), form)
+    mean, low, high = mean_interval(numbers)
+    return _text(Interval(mean, max(low, 0.0), min(high, highest)), form)
 
 
 def _time(numbers: Sequence[float], form: str) -> str:

@@ -27,7 +27,6 @@ from jaxkfac.jobs.report import (
     spectra_table,
     versions,
 )
-from jaxkfac.jobs.report._factor_figures import WORDS
 from jaxkfac.jobs.report._spectra import CoverageRow, _of_side
 
 
@@ -109,7 +108,7 @@ def test_a_parameter_of_two_layers_is_covered_once():
 @pytest.mark.exhaustive
 def test_figures_are_the_same_bytes_for_the_same_numbers(spectra):
     figures = factor_figures(spectra)
-    assert figures == factor_figures(spectra) and set(figures) == set(WORDS)
+    assert figures == factor_figures(spectra) and set(figures) == {"spectra", "ranks", "conditions"}
     assert all(figure.startswith(b"<?xml") for figure in figures.values())
 
 
@@ -172,10 +171,10 @@ def test_tables_print_every_record(runs, spectra):
         assert word in text
 
 
-def run_with(*errors):
+def run_with(*errors, accuracy=0.9):
     """A run of 2 updates and half a second an epoch, with these errors on the validation set."""
     epochs = [
-        EpochRecord(2 * i, 64 * i, 0.5 * i, 1.0, 0.9, 1.0, 0.9, 1.0, 1 - error)
+        EpochRecord(2 * i, 64 * i, 0.5 * i, 1.0, 0.9, 1.0, accuracy, 1.0, 1 - error)
         for i, error in enumerate(errors, 1)
     ]
     return RunRecords([], epochs)
@@ -255,6 +254,15 @@ def test_several_seeds_are_means_and_intervals():
     assert "3 [0, 231]" in capture.get() and "…" not in capture.get()
     final = seeds_record(runs)["final"]["kfac"]
     assert final["seconds"]["mean"] == 0.75 and final["test_accuracy"]["low"] == 0.9
+
+
+def test_intervals_end_where_accuracies_and_seconds_do_but_not_in_the_record():
+    runs = {"kfac": [run_with(0.5, accuracy=0.95), run_with(0.5, 0.5, accuracy=1.0)]}
+    page = seeds_page(runs, folders={})
+    assert ">97.50 [65.73, 100.00]<" in page and ">0.8 [0.0, 3.9]<" in page
+    assert "cut off at 0 and at 100 % accuracy" in page
+    final = seeds_record(runs)["final"]["kfac"]
+    assert final["test_accuracy"]["high"] > 1 and final["seconds"]["low"] < 0
 
 
 def test_records_hold_plain_numbers(spectra):

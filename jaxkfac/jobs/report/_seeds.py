@@ -49,8 +49,8 @@ def seeds_page(runs: Runs, *, folders: Mapping[str, str]) -> str:
     return report_page(
         title=_title(runs),
         lead="Means over the seeds (geometric means of times to the target) with 95 % intervals "
-        "of Student's t in brackets. The seeds differ in initial parameters, order, shifts and "
-        "sampled labels, and share the images.",
+        "of Student's t in brackets, cut off at 0 and at 100 % accuracy. The seeds differ in "
+        "initial parameters, order, shifts and sampled labels, and share the images.",
         config={},
         versions=versions(),
         first=first,
@@ -79,12 +79,16 @@ def _title(runs: Runs) -> str:
 
 
 def _rows(runs: Runs) -> list[list[str]]:
+    accuracies = {
+        name: [100 * run.epochs[-1].test_accuracy for run in runs_of_one]
+        for name, runs_of_one in runs.items()
+    }
     return [
         [
             OPTIMIZERS[name][0],
             *at_target(runs_of_one),
             interval([run.epochs[-1].train_loss for run in runs_of_one], ".4f"),
-            interval([100 * run.epochs[-1].test_accuracy for run in runs_of_one], ".2f"),
+            interval(accuracies[name], ".2f", highest=100.0),
             interval([run.epochs[-1].seconds for run in runs_of_one], ".1f"),
         ]
         for name, runs_of_one in runs.items()

@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_are_named(analyze, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--batches", "3"), "--batches cuts the held-out examples"),
+        (("--batches", "3"), "--batches cuts the test examples"),
         (("--resume", "--overwrite"), "give one of them"),
         (("--decompose", "nothing"), "matches no layer; the nearest names are"),
         (("--texts", "0"), "texts must be at least 1"),

@@ -79,7 +79,7 @@ def run_analysis(arguments: AnalyzeArguments) -> None:
 def _check(arguments: AnalyzeArguments) -> None:
     if arguments.batches is not None:
         raise ValueError(
-            "--batches cuts the held-out examples of a checkpoint of `jaxkfac train`; for a "
+            "--batches cuts the test examples of a checkpoint of `jaxkfac train`; for a "
             "pretrained model give --texts"
         )
     if arguments.compare == arguments.checkpoint:
