@@ -12,7 +12,7 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac._arguments import ArrayTree
-from jaxkfac.files import probe_folder, whole_file, write_text
+from jaxkfac.files import probe_folder, write_text
 from jaxkfac.jobs.cli._checkpoint import Checkpoint, load_checkpoint, restore_state
 from jaxkfac.jobs.cli._loop import total_updates
 from jaxkfac.jobs.cli._options import AnalyzeArguments, Experiment
@@ -24,13 +24,13 @@ from jaxkfac.jobs.report import (
     RunRecords,
     SpectrumRecord,
     curvature_answer,
-    factor_figures,
     print_capacity,
     print_curvature,
     report_page,
     spectra_table,
     spectrum_records,
     versions,
+    write_factor_figures,
 )
 
 # ---------------- restoring a checkpoint: problem, parameters and factor averages
@@ -177,7 +177,7 @@ def run_analyze(arguments: AnalyzeArguments) -> None:
     if arguments.report:
         _write_page(arguments.report, checkpoint, spectra, capacity)
     if arguments.figures:
-        write_figures(arguments.figures, spectra)
+        write_factor_figures(arguments.figures, spectra)
     if arguments.json:
         plain = [record._asdict() for record in spectra]
         result = {"step": checkpoint.step, "spectra": plain, **capacity.to_dict()}
@@ -209,14 +209,6 @@ def _check_options(arguments: AnalyzeArguments) -> None:
                 f"{named_options} for a pretrained model, and {arguments.checkpoint} is none: "
                 "expected a folder with config.json, a .gguf file or smollm2"
             )
-
-
-def write_figures(folder: Path, spectra: Sequence[SpectrumRecord]) -> None:
-    """Write the figures of the factors as SVG files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, svg in factor_figures(spectra).items():
-        with whole_file(folder / f"{name}.svg", f"the figure {name}", nbytes=len(svg)) as file:
-            file.write(svg)
 
 
 def _write_page(

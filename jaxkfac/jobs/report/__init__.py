@@ -15,7 +15,7 @@ from jaxkfac.jobs.report._capacity import (
     print_capacity,
 )
 from jaxkfac.jobs.report._factor_figures import (
-    factor_figures,
+    write_factor_figures,
 )
 from jaxkfac.jobs.report._finetune_html import finetune_page
 from jaxkfac.jobs.report._finetune_records import (
@@ -72,7 +72,6 @@ __all__ = [
     "at_target",
     "coverage_rows",
     "curvature_answer",
-    "factor_figures",
     "finetune_page",
     "finetune_table",
     "influence_page",
@@ -93,4 +92,5 @@ __all__ = [
     "spectrum_records",
     "terminal_table",
     "versions",
+    "write_factor_figures",
 ]

@@ -5,9 +5,11 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxkfac._text import number, shortened
+from jaxkfac.files import whole_file
 from jaxkfac.jobs.report._layer_table import distinct_names
 from jaxkfac.jobs.report._page import (
     LEAST_POINTS,
@@ -448,3 +450,11 @@ def factor_figures(records: Sequence[SpectrumRecord]) -> dict[str, bytes]:
         "ranks": ranks_figure(records),
         "conditions": conditions_figure(records),
     }
+
+
+def write_factor_figures(folder: Path, records: Sequence[SpectrumRecord]) -> None:
+    """Write the figures of the factors as SVG files into a folder, which is created if needed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in factor_figures(records).items():
+        with whole_file(folder / f"{name}.svg", f"the figure {name}", nbytes=len(svg)) as file:
+            file.write(svg)

@@ -16,7 +16,6 @@ from jaxkfac.jobs.report import (
     RunRecords,
     SpectrumRecord,
     coverage_rows,
-    factor_figures,
     race_record,
     race_sentence,
     report_page,
@@ -27,6 +26,7 @@ from jaxkfac.jobs.report import (
     spectra_table,
     versions,
 )
+from jaxkfac.jobs.report._factor_figures import factor_figures
 from jaxkfac.jobs.report._spectra import CoverageRow, _of_side
 
 

@@ -9,7 +9,6 @@ from rich.console import Console
 
 import jaxkfac as jk
 from jaxkfac.files import write_text
-from jaxkfac.jobs.cli._analyze import write_figures
 from jaxkfac.jobs.cli._checkpoint import as_config, check_output
 from jaxkfac.jobs.cli._interrupts import nothing_begun
 from jaxkfac.jobs.cli._options import AnalyzeArguments, check_least
@@ -24,6 +23,7 @@ from jaxkfac.jobs.report import (
     print_analysis,
     spectrum_records,
     versions,
+    write_factor_figures,
 )
 
 _OTHER = "compared"
@@ -158,7 +158,7 @@ def _write(arguments: AnalyzeArguments, record: AnalysisRecord) -> None:
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, analysis_page(record), "the report")
     if arguments.figures:
-        write_figures(arguments.figures, record.spectra)
+        write_factor_figures(arguments.figures, record.spectra)
 
 
 def _page(arguments: AnalyzeArguments) -> Path:
