@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jaxkfac as jk
-from jaxkfac._arguments import leaves_by_path
+from jaxkfac.interception import leaves_by_path
 from tests._programs import normal
 
 pytestmark = pytest.mark.usefixtures("x64")

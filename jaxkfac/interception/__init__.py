@@ -58,6 +58,7 @@ Example:
     True
 """
 
+from jaxkfac._arguments import leaves_by_path, with_leaves
 from jaxkfac.interception._convolutions import fast_convolutions
 from jaxkfac.interception._custom import jaxpr_of
 from jaxkfac.interception._examples import leading_to
@@ -70,7 +71,6 @@ from jaxkfac.interception._kind import (
     Reads,
     Site,
     Use,
-    UseAxes,
     UseSite,
     kind_named,
     register_kind,
@@ -113,7 +113,6 @@ __all__ = [
     "TraceCache",
     "Traced",
     "Use",
-    "UseAxes",
     "UseSite",
     "broadcast_axes",
     "check_likelihood",
@@ -124,6 +123,7 @@ __all__ = [
     "kind_named",
     "layer",
     "leading_to",
+    "leaves_by_path",
     "lifted",
     "mark_outputs",
     "mark_rows",
@@ -134,4 +134,5 @@ __all__ = [
     "selector",
     "trace",
     "trace_marked",
+    "with_leaves",
 ]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from jaxtyping import Array, Bool, Float, Key, Shaped
 
 from jaxkfac._jaxpr_compat import LAYER, Eqn
-from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable
+from jaxkfac.interception.values._axes import Atoms, Axes, AxisTable, UseAxes
 from jaxkfac.interception.values._encoded import bind
 from jaxkfac.interception.values._slots import Slot
 from jaxkfac.interception.values._values import Constant, Parameter, View
@@ -72,26 +72,6 @@ class UseSite(NamedTuple):
     eqn: Eqn
     operand: int
     scope: Scope
-
-
-class UseAxes(NamedTuple):
-    """The axes of a use, each in atoms.
-
-    Attributes:
-        inputs: The parameter's contracted axes, in the equation's order.
-        outputs: Its free axes, in the equation's order.
-        stack: Its axes that are shared with the data (experts, feature groups).
-        rows: Axes of the data operand that are neither contracted nor shared.
-        result: Axes of the result, for a scale or bias.
-        free_stack: Whether the first output axis is read as a stack of experts.
-    """
-
-    inputs: Axes = ()
-    outputs: Axes = ()
-    stack: Axes = ()
-    rows: Axes = ()
-    result: Axes = ()
-    free_stack: bool = False
 
 
 class ElementDetail(NamedTuple):

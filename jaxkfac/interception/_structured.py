@@ -14,10 +14,10 @@ from jaxkfac._jaxpr_compat import (
     read_order,
     scan_counts,
 )
-from jaxkfac.interception._kind import Data, Scope, Use, UseAxes, UseSite, Value, kind_reading
+from jaxkfac.interception._kind import Data, Scope, Use, UseSite, Value, kind_reading
 from jaxkfac.interception._plan import Facts, Plan, reasons_of
 from jaxkfac.interception._views import reversal
-from jaxkfac.interception.values._axes import Atoms, AxisTable, fresh, merge
+from jaxkfac.interception.values._axes import Atoms, AxisTable, UseAxes, fresh, merge
 from jaxkfac.interception.values._values import (
     Combined,
     Constant,

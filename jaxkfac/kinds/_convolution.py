@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import LayerVjp, Use, UseAxes, UseSite, register_kind, reversal
-from jaxkfac.interception.values import Atoms, Axes, AxisTable
+from jaxkfac.interception import LayerVjp, Use, UseSite, register_kind, reversal
+from jaxkfac.interception.values import Atoms, Axes, AxisTable, UseAxes
 from jaxkfac.kinds import _moments
 from jaxkfac.kinds._both_sides import Arrays, BothSides
 from jaxkfac.kinds._patches import KernelOrder, over_patches, patches_of, summed_patches

@@ -13,13 +13,12 @@ from jaxkfac.interception import (
     LayerVjp,
     Reads,
     Use,
-    UseAxes,
     UseSite,
     broadcast_axes,
     kind_named,
     register_kind,
 )
-from jaxkfac.interception.values import Atoms, Axes, AxisTable
+from jaxkfac.interception.values import Atoms, Axes, AxisTable, UseAxes
 from jaxkfac.kinds._rows import Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
 

@@ -17,7 +17,6 @@ from jaxkfac.interception import (
     LayerVjp,
     Reads,
     Use,
-    UseAxes,
     UseSite,
     register_kind,
 )
@@ -26,6 +25,7 @@ from jaxkfac.interception.values import (
     Axes,
     AxisTable,
     Statistic,
+    UseAxes,
     View,
     cuts_of,
     entry,

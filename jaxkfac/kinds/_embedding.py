@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn, cast_varying, is_var
-from jaxkfac.interception import LayerVjp, Lookup, Reads, Use, UseAxes, UseSite, register_kind
-from jaxkfac.interception.values import Atoms, AxisTable
+from jaxkfac.interception import LayerVjp, Lookup, Reads, Use, UseSite, register_kind
+from jaxkfac.interception.values import Atoms, AxisTable, UseAxes
 from jaxkfac.kinds._both_sides import BasisSquares, Gradients, LowRankMatrices, Scores
 from jaxkfac.kinds._moments import InputMoments, Moment, Products
 from jaxkfac.kinds._rows import (

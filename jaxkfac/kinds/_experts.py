@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import Data, LayerVjp, Reads, Use, UseAxes, UseSite, register_kind
-from jaxkfac.interception.values import Atoms, Axes, AxisTable
+from jaxkfac.interception import Data, LayerVjp, Reads, Use, UseSite, register_kind
+from jaxkfac.interception.values import Atoms, Axes, AxisTable, UseAxes
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, matrix_problem, order_problem, part_of_rows
 from jaxkfac.kinds._two_sided import TwoSided
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkfac._jaxpr_compat import Eqn
-from jaxkfac.interception import Data, LayerVjp, Reads, Use, UseAxes, UseSite
-from jaxkfac.interception.values import Atoms, Axes, AxisTable, View
+from jaxkfac.interception import Data, LayerVjp, Reads, Use, UseSite
+from jaxkfac.interception.values import Atoms, Axes, AxisTable, UseAxes, View
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, matrix_problem, order_problem
 from jaxkfac.kinds._two_sided import TwoSided
 

@@ -7,16 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkfac.interception import (
-    ElementDetail,
-    LayerVjp,
-    Reads,
-    Use,
-    UseAxes,
-    UseSite,
-    register_kind,
-)
-from jaxkfac.interception.values import Atoms, AxisTable
+from jaxkfac.interception import ElementDetail, LayerVjp, Reads, Use, UseSite, register_kind
+from jaxkfac.interception.values import Atoms, AxisTable, UseAxes
 from jaxkfac.kinds._elementwise import ElementGradients, ElementSquares, Elementwise
 from jaxkfac.kinds._moments import sum_to
 from jaxkfac.kinds._rows import ArrayOrShape, Rows, by_example

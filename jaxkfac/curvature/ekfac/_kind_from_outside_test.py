@@ -8,7 +8,8 @@ import pytest
 from jaxkfac._errors import UncoveredParameterError
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
-from jaxkfac.interception import Use, UseAxes, _kind, find_layers, kind_named, register_kind
+from jaxkfac.interception import Use, _kind, find_layers, kind_named, register_kind
+from jaxkfac.interception.values import UseAxes
 from jaxkfac.kinds import Dense, Elementwise
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -8,7 +8,8 @@ import pytest
 from jaxkfac.curvature import correct_eigenvalues, eigendecompose
 from jaxkfac.factors import Gaussian, Objective, value_grad_and_factors
 from jaxkfac.interception import _kind, find_layers, register_kind
-from jaxkfac.interception._kind import Use, UseAxes
+from jaxkfac.interception._kind import Use
+from jaxkfac.interception.values import UseAxes
 from jaxkfac.kinds import Rows, TwoSided, matrix_problem
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -4,6 +4,7 @@ from jaxkfac.interception.values._axes import (
     Atoms,
     Axes,
     AxisTable,
+    UseAxes,
 )
 from jaxkfac.interception.values._encoded import (
     DeferredParameter,
@@ -43,6 +44,7 @@ __all__ = [
     "Range",
     "Slot",
     "Statistic",
+    "UseAxes",
     "View",
     "Window",
     "cuts_of",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxkfac._jaxpr_compat import Eqn, read_order
 
@@ -16,6 +16,7 @@ from jaxkfac._jaxpr_compat import Eqn, read_order
 
 
 Atoms = tuple[int, ...]
+Axes = tuple[Atoms, ...]
 AxisKind = Literal["data", "derived", "feature", "parameter", "broadcast"]
 
 ELEMENTWISE = frozenset(
@@ -33,6 +34,26 @@ REDUCTIONS = frozenset(
 MATRIX_FUNCTIONS = frozenset(  # of each matrix of a stack
     "cholesky eigh eig lu qr geqrf svd schur hessenberg tridiagonal householder_product".split()
 )
+
+
+class UseAxes(NamedTuple):
+    """The axes of a use, each in atoms.
+
+    Attributes:
+        inputs: The parameter's contracted axes, in the equation's order.
+        outputs: Its free axes, in the equation's order.
+        stack: Its axes that are shared with the data (experts, feature groups).
+        rows: Axes of the data operand that are neither contracted nor shared.
+        result: Axes of the result, for a scale or bias.
+        free_stack: Whether the first output axis is read as a stack of experts.
+    """
+
+    inputs: Axes = ()
+    outputs: Axes = ()
+    stack: Axes = ()
+    rows: Axes = ()
+    result: Axes = ()
+    free_stack: bool = False
 
 
 class AxisTable:
@@ -145,9 +166,6 @@ def _any(kinds: set[AxisKind]) -> AxisKind:
 #
 # Only axes of values that depend on data propagate. If those of parameters and constants did, a
 # mask of shape ``(S, S)`` would make query and key positions the same axis.
-
-
-Axes = tuple[Atoms, ...]
 
 
 def fresh(table: AxisTable, shape: Sequence[int], kind: AxisKind = "derived") -> Axes:
