@@ -46,7 +46,7 @@ def test_passes_over_batches_find_what_one_batch_of_all_texts_does(
     analyze, small_passes, model, texts, tmp_path, capsys
 ):
     output = tmp_path / "out"
-    assert analyze("--lanczos", "1", "--lanczos-steps", "6", "--keep-factors") == 0
+    assert analyze("--lanczos", "1", "--lanczos-steps", "6", "--keep-factors", "--tables") == 0
     record = json.loads((output / "metrics.json").read_text())
     assert record["passes"] > 1  # and the second batch has two texts
     pretrained = load_decoder(model, dtype=jnp.float32)
@@ -195,7 +195,7 @@ def test_an_analysis_does_not_go_on_with_less_than_its_passes_need(
     assert analyze("--lanczos", "0", "--resume", "--device-bytes", "10MB") == 2
     said = capsys.readouterr().err
     assert "--device-bytes 9.54 MiB: the stage 'gather' of this analysis needs at least" in said
-    assert "begin with --overwrite" in said
+    assert "an analysis that has begun change with --overwrite" in said
 
 
 @pytest.mark.exhaustive
