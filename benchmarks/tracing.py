@@ -11,6 +11,7 @@ ours answers. JAX's own caches stay warm, as they are for everyone's second trac
 Floors, none of which runs any emission of ours: the gradient is of a program that has been traced
 and analysed first, so JAX differentiates equations (``replayed_s``) in place of functions, whose
 derivatives it keeps; ``floor_ratio`` is ``find_layers_s`` and ``replayed_s`` over ``gradient_s``.
+Statistics may lie below it, because equal runs of equations are differentiated once.
 Sampled statistics pull a second cotangent back, which ``second_pullback_s`` is added for.
 """
 
