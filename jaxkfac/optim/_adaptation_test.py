@@ -819,6 +819,15 @@ def test_sums_of_weights_may_round_and_numbers_of_terms_may_not():
             check(theirs, ours)
 
 
+def test_curvature_gathered_on_every_device_is_of_the_batch_that_it_was():
+    *_, params, batch = problem()
+    loss = BatchLoss(jnp.ones(()), None, operators.ggn(OBJECTIVE, params, batch))
+    found = loss.of_whole(params).curvature.loss_terms
+    assert found == loss.curvature.loss_terms > 0
+    with pytest.raises(ValueError, match="the operator comes from a batch of"):
+        check_batch(loss.of_whole(params).curvature, found + 1)
+
+
 # ---------------- the safeguard
 
 

@@ -328,6 +328,10 @@ class GatheredOperator(Operator):
     def like(self) -> ArrayTree:
         return self.operator.like
 
+    @property
+    def loss_terms(self) -> Any:
+        return self.operator.loss_terms
+
     def product(self, leaves: dict[str, Array]) -> dict[str, Array]:
         return gathered(self.operator.product(self._sharded(leaves)))
 
