@@ -118,14 +118,20 @@ def alike(*columns: Sequence[Array]) -> list[list[int]]:
     """The places of arrays that one program can join: traced, unsharded, and of one dtype.
 
     Every other array is a group of its own: arrays with values may be on different devices, and
-    arrays may be divided over an explicit mesh, or vary over the devices of a ``shard_map``.
+    arrays may be divided over an explicit mesh, or vary over the devices of a ``shard_map``. Under
+    ``jax.set_mesh`` with automatic axes no type says how an array is divided, so none are joined:
+    entries would move between devices, and XLA's CPU compiler lets such exchanges wait for each
+    other forever.
 
     Args:
         columns: One or several sequences; a place is judged by its arrays in all of them.
     """
     groups: dict[Hashable, list[int]] = defaultdict(list)
+    one_device = jax.sharding.get_abstract_mesh().size <= 1
     for i, row in enumerate(zip(*columns, strict=True)):
-        joins = all(isinstance(x, Tracer) and _WHOLE.fullmatch(str(jax.typeof(x))) for x in row)
+        joins = one_device and all(
+            isinstance(x, Tracer) and _WHOLE.fullmatch(str(jax.typeof(x))) for x in row
+        )
         groups[tuple(x.dtype for x in row) if joins else i].append(i)
     return list(groups.values())
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from jaxkfac.linalg import alike, inner_product, is_all_finite, sum_over_axis
 
@@ -102,6 +103,20 @@ def test_arrays_that_one_program_cannot_join_stay_by_themselves():
 
     jax.jit(rows)(one, half)
     assert found[-1] == [[0], [1], [2]]
+
+
+def test_arrays_that_a_mesh_may_divide_stay_by_themselves():
+    """With automatic axes, types do not show how; one device divides nothing."""
+    found = []
+
+    def groups(x, y):
+        found.append(alike([x, y]))
+        return x
+
+    for devices in (2, 1):
+        with jax.set_mesh(jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))):
+            jax.jit(groups)(jnp.ones(2), jnp.ones(3))
+    assert found == [[[0], [1]], [[0, 1]]]
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((5,), 0), ((5, 3), 0), ((2, 5, 3, 4), 1)])
