@@ -88,7 +88,8 @@ def with_shared_runs(steps: Sequence[Segment | int]) -> list[Segment | int]:
     """The steps, in which equal segments are one function, as in the layers of a decoder.
 
     JAX then differentiates it once and not once for each layer. It is inlined where it is called,
-    so the program that comes out is the same.
+    so the program that comes out is the same. Segments in different ``jax.named_scope`` are not
+    equal: in a profile, all of them would have the names of the first.
     """
     signatures = {k: _signature(x) for k, x in enumerate(steps) if isinstance(x, Segment)}
     number, shared = collections.Counter(signatures.values()), {}
@@ -116,7 +117,12 @@ def _signature(segment: Segment) -> Hashable:
 
     inputs = tuple((key(v), v.aval) for v in segment.invars)
     equations = tuple(
-        (equation_signature(eqn), *map(key, eqn.invars), *map(key, eqn.outvars))
+        (
+            equation_signature(eqn),
+            str(eqn.source_info.name_stack),
+            *map(key, eqn.invars),
+            *map(key, eqn.outvars),
+        )
         for eqn in segment.eqns
     )
     return inputs, equations, tuple(map(key, segment.outvars))

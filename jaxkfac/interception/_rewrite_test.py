@@ -254,6 +254,19 @@ def test_runs_of_which_other_results_are_read_are_two_functions():
     assert len(set(runs(fn, [jnp.ones((3, 3))] * 3, ROWS))) == 2
 
 
+def test_runs_in_scopes_of_their_own_keep_their_names():
+    def fn(params, x):
+        for k, w in enumerate(params):
+            with jax.named_scope(f"layer{k}"):
+                x = jnp.sin(x @ w) * x
+        return x
+
+    params = [jnp.ones((3, 3))] * 2
+    assert len(set(runs(fn, params, ROWS))) == 2
+    text = jax.jit(jax.grad(lambda p: rewritten(fn)(p, ROWS).sum())).lower(params).compile()
+    assert "layer1" in text.as_text()
+
+
 def test_runs_with_effects_are_not_shared(capfd):
     def fn(params, x):
         for w in params:

@@ -142,13 +142,13 @@ def say_nothing_saved(folder: Path) -> None:
 RESUME_OR_OVERWRITE = "--resume continues and --overwrite starts over: give one of them"
 
 
-def held_run(folders: Sequence[Path]) -> str:
+def existing_run(folders: Sequence[Path]) -> str:
     """What the folders hold, for :func:`check_output`: the first that has a checkpoint counts."""
     checkpoint = next(filter(None, map(find_checkpoint, folders)), None)
     return "" if checkpoint is None else f"a run ({checkpoint})"
 
 
-def check_output(arguments: Any, held: str, *, writes: bool = True) -> None:
+def check_output(arguments: Any, existing: str, *, writes: bool = True) -> None:
     """Refuse a run that would harm the one in its output folder.
 
     The process that ``writes`` also tests, before anything is read or compiled, whether the folder
@@ -156,7 +156,7 @@ def check_output(arguments: Any, held: str, *, writes: bool = True) -> None:
 
     Args:
         arguments: Options with ``output``, ``resume`` and ``overwrite``.
-        held: What the output folder already holds; empty for nothing.
+        existing: What the output folder already holds; empty for nothing.
         writes: Whether this process writes there.
 
     Raises:
@@ -169,14 +169,14 @@ def check_output(arguments: Any, held: str, *, writes: bool = True) -> None:
     check_folder(output)
     if arguments.resume and arguments.overwrite:
         raise ValueError(RESUME_OR_OVERWRITE)
-    if held and not (arguments.resume or arguments.overwrite):
+    if existing and not (arguments.resume or arguments.overwrite):
         raise ValueError(
-            f"{output} already holds {held}: continue it with --resume, replace it with "
+            f"{output} already holds {existing}: continue it with --resume, replace it with "
             "--overwrite, or choose another --output"
         )
     if writes:
         probe_folder(output)
-        if arguments.resume and not held:
+        if arguments.resume and not existing:
             nothing = f"--resume: nothing to resume in {output}, so the run starts anew"
             print(nothing, file=sys.stderr)
 

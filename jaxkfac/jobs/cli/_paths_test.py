@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxkfac.jobs.cli._checkpoint import check_output, held_run
+from jaxkfac.jobs.cli._checkpoint import check_output, existing_run
 from jaxkfac.jobs.cli._paths import MODEL_NAMES, ModelSource, model_source, no_checkpoint
 from jaxkfac.jobs.cli.finetune._decoder import DECODERS
 from jaxkfac.jobs.cli.finetune._encoder_decoder import ENCODER_DECODERS
@@ -35,7 +35,7 @@ def test_resuming_nothing_is_said(tmp_path, capsys, begun):
     if begun:
         (folder / "3").touch()
     arguments = SimpleNamespace(output=tmp_path, resume=True, overwrite=False)
-    check_output(arguments, held_run([folder]))
+    check_output(arguments, existing_run([folder]))
     said = capsys.readouterr().err
     expected = f"--resume: nothing to resume in {tmp_path}, so the run starts anew\n"
     assert said == ("" if begun else expected)

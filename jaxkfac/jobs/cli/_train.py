@@ -20,8 +20,8 @@ from jaxkfac.jobs.cli._checkpoint import (
     as_config,
     check_output,
     checkpoint_writer,
+    existing_run,
     flatten_state,
-    held_run,
     is_whole,
     load_checkpoint,
     remove_checkpoints,
@@ -317,7 +317,7 @@ def _check(arguments: TrainArguments, names: tuple[Optimizer, ...], *, writes: b
     """Check the options; return the folders of the checkpoints."""
     check_least(arguments, 1, "checkpoint_every")
     folders = [arguments.output / name for name in names]
-    check_output(arguments, held_run(folders), writes=writes)
+    check_output(arguments, existing_run(folders), writes=writes)
     return folders
 
 

@@ -16,7 +16,7 @@ from jaxkfac.interception import selector
 from jaxkfac.jobs.cli._checkpoint import (
     RESUME_OR_OVERWRITE,
     check_output,
-    held_run,
+    existing_run,
     remove_checkpoints,
 )
 from jaxkfac.jobs.cli._devices import check_devices, devices_line, run_devices
@@ -151,7 +151,7 @@ def _run(arguments: FinetuneArguments, processes: RunProcesses) -> None:
     folder = output / "checkpoints"
     with nothing_begun(), processes.together("looking at the output folder"):
         _check(arguments)
-        check_output(arguments, held_run([folder]), writes=processes.first)
+        check_output(arguments, existing_run([folder]), writes=processes.first)
         experiment = arguments.experiment
         devices = run_devices(arguments, processes)
     if arguments.overwrite and processes.first:
